@@ -267,7 +267,8 @@ def forward(
             if polls[node, 1] >> 16:
                 tables = (floats, ints, trunks, memory, words, cross, rivals, seen, num_seen)
                 _read_packets(node, fds[node], link_of, *tables, packet, spec)
-        for link in range(ints.shape[0]):  # bounds the work that is left for the next packet of an idle link
-            _add_rivals(link, floats, ints, rivals, _now_ns(spec))
+        if rivals[0].shape[0]:  # bounds the work that is left for the next packet of an idle link
+            for link in range(ints.shape[0]):
+                _add_rivals(link, floats, ints, rivals, _now_ns(spec))
         if polls[num_nodes, 1] >> 16:
             return
