@@ -158,10 +158,6 @@ def test_a_larger_microbatch_takes_longer_everywhere() -> None:
     np.testing.assert_allclose(two.work_ns, 2 * one.work_ns, atol=2)
 
 
-def test_overlapping_sends_are_the_private_links_business() -> None:
-    assert {link.servers for link in price(load_job(TINY), overlap_servers=4).links} == {4}
-
-
 def test_a_trace_reaches_every_wan_link(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("time_s,rate,extra_latency_ms\n0,1,0\n1.5,0.5,2\n")
     costs = price(load_job(TINY, [f"cluster.wan.trace={tmp_path / 't.csv'}"]))

@@ -19,8 +19,8 @@ LAYER = 12 * 2048**2 + 13 * 2048
 STASH = 2048 * 2048 * 2
 
 
-def held_at_once(job: Job, recompute: bool) -> int:
-    rule = memory_rule(job, recompute=recompute)
+def held_at_once(job: Job) -> int:
+    rule = memory_rule(job)
     return (rule.cap - rule.acquire[Kind.R]) // rule.acquire[Kind.F]
 
 
@@ -55,9 +55,9 @@ def test_tensor_parallelism_divides_everything_but_the_reserved_part() -> None:
 @pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.stem)
 def test_the_rule_is_safe_on_every_worker_of_the_shipped_jobs(path: Path, recompute: bool) -> None:
-    job = load_job(path)
-    rule = memory_rule(job, recompute=recompute)
-    most = held_at_once(job, recompute)
+    job = load_job(path, [f"recompute={str(recompute).lower()}"])
+    rule = memory_rule(job)
+    most = held_at_once(job)
     assert most >= 1
     assert most * rule.acquire[Kind.F] + rule.acquire[Kind.R] <= rule.cap
     assert rule.release[Kind.B] == rule.release[Kind.W] == rule.acquire[Kind.F] + rule.acquire[Kind.R]
@@ -71,7 +71,7 @@ def test_the_rule_allows_one_microbatch_where_exactly_one_fits() -> None:
     job = load_job(TINY, [f"memory_gib={need / GIB + 1e-9:.12f}"])
     rule = memory_rule(job)
     assert rule.acquire[Kind.F] + rule.acquire[Kind.R] <= rule.cap
-    assert held_at_once(job, job.recompute) == 1
+    assert held_at_once(job) == 1
 
 
 @pytest.mark.parametrize(

@@ -114,12 +114,12 @@ def gbps(a: Region, b: Region) -> Prior:
     return Prior(round(value, 2), f"as {near}, +-{100 * THROUGHPUT_ERROR:.0f} % in 9 of 10 cases", "2022-01")
 
 
-def _stand_ins(a: Region, without: frozenset[str] = frozenset()) -> list[str]:
+def _stand_ins(a: Region) -> list[str]:
     """The region itself if it was measured, else its nearest neighbours of the same cloud."""
     grid = throughput()
-    if a.name in grid and a.name not in without:
+    if a.name in grid:
         return [a.name]
-    same = [one for one in grid if one.startswith(f"{a.cloud}:") and one not in without]
+    same = [one for one in grid if one.startswith(f"{a.cloud}:")]
     known = regions()
     return sorted(same, key=lambda one: great_circle_km(known[one].location, a.location))[:NEIGHBOURS]
 

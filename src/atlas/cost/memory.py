@@ -161,17 +161,16 @@ def in_flight(free: Floats, forward: Floats, recompute: Floats) -> InFlight:
     return InFlight(np.maximum(tightest.astype(np.int64) // KIB, held + again), held, again, fits)
 
 
-def memory_rule(job: Job, *, recompute: bool | None = None, arrangement: Arrangement | None = None) -> Memory:
+def memory_rule(job: Job, arrangement: Arrangement | None = None) -> Memory:
     """What ops take and give back, in KiB of the tightest worker; raises where not one microbatch fits.
 
     A forward takes the stash and a recompute the activations (without recompute: the forward all of it); the end of
     the backward, or of its weight half where it is split, gives both back; the input half gives nothing back.
     """
-    with_recompute = job.recompute if recompute is None else recompute
     arrangement = arrangement or arrange(job)
     workers = worker_memory(job, arrangement)
-    _require_room(job, arrangement, workers, with_recompute)
-    rows = [(worker.free, *worker.per_microbatch(with_recompute)) for worker in workers]
+    _require_room(job, arrangement, workers, job.recompute)
+    rows = [(worker.free, *worker.per_microbatch(job.recompute)) for worker in workers]
     rule = in_flight(*(np.array([column], np.float64) for column in zip(*rows, strict=True)))
     forward, again = int(rule.forward[0]), int(rule.recompute[0])
     acquire, release = [0] * NUM_KINDS, [0] * NUM_KINDS

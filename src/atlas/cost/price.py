@@ -53,13 +53,12 @@ def price(
     *,
     tcp: Tcp = "many",
     sharing: bool = False,
-    overlap_servers: int = 1,
     arrangement: Arrangement | None = None,
 ) -> Costs:
     """Nanoseconds of every op and transfer of one cell.
 
     `tcp` is the number of connections between a node pair, `sharing` whether the cell's pipelines take turns on the
-    WAN with all their nodes, `overlap_servers` how many sends of a channel may overlap at full rate.
+    WAN with all their nodes.
     """
     if sharing and tcp != "many":
         raise SpecError(
@@ -70,7 +69,7 @@ def price(
             remedy="Use --tcp many, or a schedule that does not share",
         )
     arrangement = arrangement or arrange(job)
-    links = build_links(job, arrangement, tcp=tcp, sharing=sharing, overlap_servers=overlap_servers)
+    links = build_links(job, arrangement, tcp=tcp, sharing=sharing)
     per_stage = np.stack([_stage_ns(job, arrangement, stage) for stage in range(job.num_stages)])
     compute_ns = np.broadcast_to(per_stage, (arrangement.num_pipelines, *per_stage.shape)).copy()
     if RUNTIMES[job.runtime].sender_waits:
@@ -211,7 +210,7 @@ class Hop:
         return self.src_rank, self.dst_rank
 
 
-def build_links(job: Job, arrangement: Arrangement, *, tcp: str, sharing: bool, overlap_servers: int) -> Links:
+def build_links(job: Job, arrangement: Arrangement, *, tcp: str, sharing: bool) -> Links:
     """Every channel of one cell on its link."""
     shape = (2, arrangement.num_pipelines, job.num_stages - 1)
     work_ns, before_ns, latency_ns = np.zeros((3, *shape), np.int64)
@@ -219,7 +218,7 @@ def build_links(job: Job, arrangement: Arrangement, *, tcp: str, sharing: bool, 
     pairs: dict[tuple[str, str], list[Hop]] = {}
     for hop in _hops(job, arrangement):
         if hop.src.name == hop.dst.name:
-            _add_lan(job, arrangement, links, hop, overlap_servers)
+            _add_lan(job, arrangement, links, hop)
         else:
             pairs.setdefault((hop.src.name, hop.dst.name), []).append(hop)
     for (src, dst), hops in pairs.items():
@@ -227,7 +226,7 @@ def build_links(job: Job, arrangement: Arrangement, *, tcp: str, sharing: bool, 
         if sharing:
             traffic.add_turns(links)
         else:
-            traffic.add_own_paths(links, overlap_servers)
+            traffic.add_own_paths(links)
     return links
 
 
@@ -248,13 +247,13 @@ def sent_bytes(job: Job) -> int:
     return job.activation_bytes * (job.tp if RUNTIMES[job.runtime].sends_whole else 1)
 
 
-def _add_lan(job: Job, arrangement: Arrangement, links: Links, hop: Hop, servers: int) -> None:
+def _add_lan(job: Job, arrangement: Arrangement, links: Links, hop: Hop) -> None:
     same_worker = hop.src_rank == hop.dst_rank
     rate_bps = float(lan_bps(arrangement.cluster, job.tp)[arrangement.cluster.index[hop.src.name]])
     seconds = 0.0 if same_worker else sent_bytes(job) * 8 / rate_bps
     for c in range(links.channel.shape[1]):
         at = (hop.direction, c, hop.boundary)
-        links.channel[at] = links.add(LinkCost(f"lan {hop.arrow} p{c}", PRIVATE, servers))
+        links.channel[at] = links.add(LinkCost(f"lan {hop.arrow} p{c}", PRIVATE))
         links.work_ns[at] = to_ns(job, seconds, f"transfer {hop.arrow}")
         links.latency_ns[at] = 0 if same_worker else round(hop.src.net_latency_us * 1000)
 
@@ -295,7 +294,7 @@ class WanTraffic:
         )
         return WanRate._make(map(float, found))
 
-    def add_own_paths(self, links: Links, servers: int) -> None:
+    def add_own_paths(self, links: Links) -> None:
         """No coordination: every pipeline on its own node pair, or all on a trunk that binds."""
         rate = self.rate(turns=1)
         self._time(links, rate)
@@ -309,8 +308,7 @@ class WanTraffic:
             for c in range(self.num_pipelines):
                 name = f"{hops[0].arrow} p{c}"
                 # Several boundaries over one node pair divide it; one boundary has it for itself.
-                kind = self._link(name, FAIR) if len(hops) > 1 else self._link(name, PRIVATE, servers=servers)
-                link = links.add(kind)
+                link = links.add(self._link(name, FAIR if len(hops) > 1 else PRIVATE))
                 for hop in hops:
                     links.channel[hop.direction, c, hop.boundary] = link
 

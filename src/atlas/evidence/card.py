@@ -147,9 +147,6 @@ class Card:
         value = self.number(f"Model-executor.model_plan_parallelization.{name}")
         return None if value is None else int(value)
 
-    def degree_or(self, name: str, default: int) -> int:
-        return max(1, self.degree(name) or default)
-
 
 def read_card(path: Path) -> Card:
     """The card in a file; raises SpecError for what is no YAML mapping (or a YAML bomb)."""

@@ -130,7 +130,7 @@ def _of_others(point: DataPoint, card: Card, step_s: float, gpu: str | None, rec
         raise _lacks(card, "workload.model.model_arch", None, f"lacks {', '.join(card.lacking())}", "Add them")
     pp, tp = card.degree("pp") or 1, card.degree("tp") or 1
     dp = (card.degree("dp_replicate") or 1) * (card.degree("dp_shard") or 1)
-    batch, microbatch = card.number("workload.data.batch_size"), card.degree_or("pp_mb", 1)
+    batch, microbatch = card.number("workload.data.batch_size"), max(1, card.degree("pp_mb") or 1)
     if not batch:
         raise _lacks(card, "workload.data.batch_size", None, "a job needs the global batch", "Add it")
     num_microbatches = max(1, round(batch / (dp * microbatch)))

@@ -41,9 +41,3 @@ def packet_rtts(
             queue += size
             found[i] = int(rtt_ns + queue * ns_per_byte)
     return found
-
-
-def unbounded_queue(steps: Floats) -> Floats:
-    """`q_i = max(0, q_{i-1} + x_i)` without a loop: S - min(0, least S so far)."""
-    total = np.cumsum(steps)
-    return total - np.minimum(0.0, np.minimum.accumulate(total))

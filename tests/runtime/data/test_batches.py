@@ -97,7 +97,6 @@ def test_a_run_resumed_mid_epoch_reads_the_same_batches(dataset: Dataset) -> Non
     undisturbed = batches(dataset)
     seen = [undisturbed.batch(step).tokens for step in range(9)]
     resumed = batches(Dataset.open(*(shard.path for shard in dataset.shards)))
-    assert resumed.samples_seen(4) == 48
     for step in range(4, 9):
         assert np.array_equal(resumed.batch(step).tokens, seen[step])
 

@@ -159,10 +159,6 @@ class Batches:
             self._read(int(sample), row)
         return TokenBatch(np.ascontiguousarray(rows[:, :-1]), np.ascontiguousarray(rows[:, 1:]))
 
-    def samples_seen(self, step: int) -> int:
-        """Before `step` runs: the position that a checkpoint notes."""
-        return step * self.global_batch
-
     def _read(self, sample: int, row: Ids) -> None:
         number = int(np.searchsorted(self._ends, sample, side="right"))
         shard = self.dataset.shards[number]
