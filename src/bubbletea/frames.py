@@ -79,7 +79,7 @@ def pack(kind: int, fields: Mapping[str, Any], payload: Payload = b"") -> bytes:
     """Head and fields; the payload is sent after them unchanged."""
     text = json.dumps(fields, separators=(",", ":")).encode()
     if len(text) > MAX_FIELDS_BYTES or len(payload) > MAX_PAYLOAD_BYTES:
-        raise WorkerError(f"a frame of {len(text)} and {len(payload)} bytes is more than its reader takes")
+        raise WorkerError(f"a frame of {len(text)} and {len(payload)} bytes is larger than the receiver accepts")
     is_first = kind <= WELCOME
     head = _HEAD.pack(FIRST if is_first else MAGIC, kind, len(text), len(payload), 0)[:-4]
     body = b"" if is_first else _BODY.pack(_checksum(text, payload, fields))

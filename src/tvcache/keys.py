@@ -93,7 +93,7 @@ def require_json(value: Any, depth: int = 0) -> None:
         return
     if isinstance(value, float):
         if not math.isfinite(value):
-            raise ArgumentsError(f"{value!r} is not JSON: numbers are finite. Pass a text or null instead")
+            raise ArgumentsError(f"{value!r} is not JSON: numbers must be finite. Pass a text or null instead")
         return
     if depth >= MAX_DEPTH:
         raise ArgumentsError(f"nested more than {MAX_DEPTH} deep: flatten the arguments")
@@ -134,7 +134,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_constant(name: str) -> Any:
-    raise ArgumentsError(f"{name} is not JSON: numbers are finite")
+    raise ArgumentsError(f"{name} is not JSON: numbers must be finite")
 
 
 _ENCODER = json.JSONEncoder(sort_keys=True, ensure_ascii=False, allow_nan=False, separators=(",", ":"))

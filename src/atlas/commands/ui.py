@@ -1,7 +1,7 @@
 """Open the live page of a run in a browser: map, links, timelines of the last iterations, figures, events, and
 what-if.
 
-    atlas ui runs/NAME            a run that runs, or a saved one (`atlas train --ui` writes the folder)
+    atlas ui runs/NAME            a current or a saved run (`atlas train --ui` writes the folder)
     atlas ui run.timeline         a timeline file alone
     atlas ui job.yaml             a job or a plan that does not run: the prediction, and what-if
     atlas ui http://HOST:PORT     the page of another host, shown here

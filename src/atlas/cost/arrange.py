@@ -123,9 +123,9 @@ def _too_wide(job: Job, dc: DataCenter) -> InfeasibleError:
         where=job.where,
         key="tp",
         value=job.tp,
-        rule=f"a tensor-parallel group fills a node's part or several whole nodes, and nodes of {dc.name} have "
+        rule=f"a tensor-parallel group must fit in one node or fill several whole nodes, and nodes of {dc.name} have "
         f"{dc.gpus_per_node} GPUs",
-        remedy=f"tp of at most {dc.gpus_per_node}, or a multiple of it",
+        remedy=f"Use a tp of at most {dc.gpus_per_node}, or a multiple of it",
     )
 
 

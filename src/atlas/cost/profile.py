@@ -129,7 +129,7 @@ def load_profile(path: str | Path) -> Profile:
                 raise SpecError(
                     where=str(path),
                     key=f"entries[{i}].layer{'' if entry.layers is None else 's'}",
-                    rule="a layer takes no time: forward_s and backward_s are more than 0",
+                    rule="a layer takes no time: forward_s and backward_s must be more than 0",
                     remedy="Measure again",
                 )
     return profile

@@ -48,7 +48,7 @@ def require_plausible(card: Card | None, trace: Path, metrics: Iterable[Metric])
                 where=str(card.path),
                 key=metric.name,
                 value=round(metric.value or 0.0, 1),
-                rule=f"more than 100 % of the hardware's peak: the card is not that of {trace}",
+                rule=f"more than 100 % of the hardware's peak: the card does not belong to {trace}",
                 remedy="Check batch_size, seq_len, num_params and total_count, or name the right traces",
             )
 

@@ -127,7 +127,7 @@ class Agent:
                 if "gone" in message:
                     kind = StartAgainError if message.get("code", START_AGAIN) == START_AGAIN else AtlasError
                     raise kind(
-                        f"{message['gone']}. This datacenter's workers were ended. Start again when it is back"
+                        f"{message['gone']}. This datacenter's workers were stopped. Start again when it is back"
                         + ("" if self.settings.apart else ", or without it (--without, with another --rendezvous)")
                     )
                 if "finish" in message:

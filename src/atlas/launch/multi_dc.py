@@ -217,6 +217,6 @@ def _ask(offer: str, lost: str, say: Callable[[str], None], *, auto: bool) -> No
     name = lost.removeprefix("datacenter ").partition(" ")[0]
     without = f"with --without {name} in every datacenter" if lost.startswith("datacenter ") else "with --auto-replan"
     raise AtlasError(
-        f"{offer}. Start again {without} to continue with that, or with it when it is back; --auto-replan does the "
-        "former by itself"
+        f"{offer}. Start again {without} to use that plan, or with the same command when {lost} is back. With "
+        "--auto-replan a run continues without asking"
     )

@@ -60,7 +60,7 @@ def require_executable(job: Job, filler: FillerChoice | None = None) -> None:
             value=job.tp,
             rule=f"a tensor-parallel group is trained inside one node, and nodes of {narrow.name} have "
             f"{narrow.gpus_per_node} GPUs",
-            remedy=f"tp of at most {narrow.gpus_per_node}",
+            remedy=f"Use a tp of at most {narrow.gpus_per_node}",
         )
 
 

@@ -34,7 +34,7 @@ def read_trace(path: Path, key: str = "trace") -> tuple[TraceRow, ...]:
         raise _bad(path, key, shown(raw), "a trace is a list of at least one row", "Write time_s, rate in each row")
     rows = tuple(_row(path, i, item) for i, item in enumerate(raw))
     if rows[0].time_s != 0:
-        raise _bad(path, "row 0.time_s", rows[0].time_s, "the first row is at time 0", "Add a row for time 0")
+        raise _bad(path, "row 0.time_s", rows[0].time_s, "the first row must be at time 0", "Add a row for time 0")
     for i, (before, after) in enumerate(pairwise(rows)):
         if after.time_s <= before.time_s:
             raise _bad(path, f"row {i + 1}.time_s", after.time_s, f"times ascend (before: {before.time_s})", "Sort it")

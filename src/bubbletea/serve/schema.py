@@ -109,7 +109,7 @@ class _Sampled(_Strict):
     @model_validator(mode="after")
     def _numbers_agree(self) -> _Sampled:
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            raise _refusal("max_completion_tokens", "the same as max_tokens, from which it differs")
+            raise _refusal("max_completion_tokens", "must equal max_tokens if both are given")
         if self.asked_new and (self.min_tokens or 0) > self.asked_new:
             raise _refusal("min_tokens", f"{self.min_tokens} is more than max_tokens, {self.asked_new}")
         return self
@@ -190,7 +190,7 @@ class _Common(_Sampled, _Answered):
         if self.truncation_side is not None and self.truncate_prompt_tokens is None:
             raise _refusal("truncation_side", "only together with truncate_prompt_tokens")
         if self.deadline_s is not None and self.is_offline:
-            raise _refusal("deadline_s", "only of an online request: an offline one waits for what is left")
+            raise _refusal("deadline_s", "only for online requests: an offline request has no deadline")
         return self
 
     @property

@@ -347,5 +347,5 @@ def test_a_frame_with_a_flipped_bit_is_an_error(at: int) -> None:
 
 
 def test_frames_are_bounded(tmp_path: Path) -> None:
-    with pytest.raises(WorkerError, match="more than its reader takes"):
+    with pytest.raises(WorkerError, match="larger than the receiver accepts"):
         pack(1, {"x": "a" * 70_000})

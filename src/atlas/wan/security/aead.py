@@ -43,7 +43,7 @@ class AeadCipher:
         """`out` is longer than `data` by TAG_BYTES."""
         self._encrypted_bytes += len(data)
         if self._encrypted_bytes > MAX_KEY_BYTES:
-            raise WorkerError("the key of this connection has encrypted as much as it may")
+            raise WorkerError("the key of this connection has reached the limit of bytes that one key may encrypt")
         self._writer.encrypt_into(_NONCE.pack(self._num_written), data, None, out)
         self._num_written += 1
 
