@@ -6,7 +6,6 @@ Knows objectives only as a `Score` of (seconds, USD a second of GPUs, USD of egr
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import combinations_with_replacement, groupby, pairwise, product
@@ -350,25 +349,3 @@ def _counts(slot: Slot, stage: Ints) -> Ints:
     low, high = np.maximum(slot.start[:, None], stage * columns), np.minimum(slot.end[:, None], (stage + 1) * columns)
     counts: Ints = np.maximum(0, high - low)
     return counts
-
-
-class Shortlist:
-    """The best so many candidates by score, lowest first."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._heap: list[tuple[float, int, PlacedOutline]] = []
-        self._count = 0
-
-    def add(self, score: float, candidate: PlacedOutline) -> None:
-        self._count += 1
-        entry = (-score, -self._count, candidate)
-        if len(self._heap) < self.size:
-            heapq.heappush(self._heap, entry)
-        else:
-            heapq.heappushpop(self._heap, entry)
-
-    def best(self) -> list[tuple[float, PlacedOutline]]:
-        """(score, candidate), lowest first."""
-        ordered = sorted(self._heap, key=lambda entry: (-entry[0], -entry[1]))
-        return [(-score, candidate) for score, _, candidate in ordered]

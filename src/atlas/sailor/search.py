@@ -11,12 +11,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
+from operator import itemgetter
 
 import numpy as np
 
 from atlas.errors import InfeasibleError
 from atlas.planner.objective import Objective
-from atlas.sailor.candidates import Expansion, PlacedOutline, Shortlist
+from atlas.sailor.candidates import Expansion, PlacedOutline
 from atlas.sailor.check import check
 from atlas.sailor.inputs import GIB, Inputs
 from atlas.sailor.judge import Verdict, judge, stage_memory_bytes
@@ -70,7 +71,8 @@ class SailorSearch:
         self.clusters = find_clusters(inputs)
         priced = objective.needs_prices
         self.usd_per_gpu_s = {c.gpu: usd_per_gpu_s(inputs, c.gpu) if priced else 0.0 for c in self.clusters}
-        self.shortlist = Shortlist(SHORTLIST)
+        self.priced: list[tuple[float, PlacedOutline]] = []
+        """Score and candidate."""
         self.slack = POLISH_SLACK if all(len(c.pools) == 1 for c in self.clusters) else SLACK
         self.limit = INFINITE
         self.finalists: list[tuple[float, SailorPlan, Verdict]] = []
@@ -144,7 +146,7 @@ class SailorSearch:
         usd = candidate.usd_per_s * candidate.about_s + egress_usd
         score = _score_of(self.candidates, candidate.about_s, usd)
         if score < INFINITE:
-            self.shortlist.add(score, candidate)
+            self.priced.append((score, candidate))
             self.limit = min(self.limit, score * self.slack)
 
     def judged(self, plan: SailorPlan) -> tuple[float, Verdict]:
@@ -166,7 +168,7 @@ class SailorSearch:
     def _settle(self, tables: dict[int, SailorTables]) -> None:
         tried: list[tuple[list[tuple[float, SailorPlan]], Iterator[SailorPlan]]] = []
         least = INFINITE
-        for about, candidate in self.shortlist.best():
+        for about, candidate in sorted(self.priced, key=itemgetter(0))[:SHORTLIST]:
             if about >= least * POLISH_SLACK:
                 break
             ways = plans(self.inputs, tables[candidate.outline.mbs].clusters, candidate)
@@ -175,8 +177,8 @@ class SailorSearch:
                 tried.append((scored, ways))
                 least = min(least, scored[0][0])
         tried.sort(key=lambda entry: entry[0][0][0])
-        best = [sorted([*scored, *self._scored(ways)], key=_by_score) for scored, ways in tried[: 2 * POLISHED]]
-        chosen = sorted((entry for scored in best for entry in scored), key=_by_score)[:POLISHED]
+        best = [sorted([*scored, *self._scored(ways)], key=itemgetter(0)) for scored, ways in tried[: 2 * POLISHED]]
+        chosen = sorted((entry for scored in best for entry in scored), key=itemgetter(0))[:POLISHED]
         chosen += [scored[0] for scored in best]
         polishes = [self._polished(plan) for plan in dict.fromkeys(plan for _, plan in chosen)]
         found = [(*self.judged(plan), plan) for plan in dict.fromkeys(polishes)]
@@ -186,7 +188,7 @@ class SailorSearch:
 
     def _scored(self, found: Iterable[SailorPlan]) -> list[tuple[float, SailorPlan]]:
         """Best first."""
-        return sorted(((self.judged(plan)[0], plan) for plan in found), key=_by_score)
+        return sorted(((self.judged(plan)[0], plan) for plan in found), key=itemgetter(0))
 
     def nothing(self) -> InfeasibleError:
         """The error that no plan was found."""
@@ -211,10 +213,6 @@ def _score_of(objective: Objective, seconds: float, usd: float) -> float:
     if objective.has_limits and objective.missed(seconds, usd, 1) > 0:
         return INFINITE
     return usd if objective.minimise == "cost" else seconds
-
-
-def _by_score(entry: tuple[float, SailorPlan]) -> float:
-    return entry[0]
 
 
 def search(inputs: Inputs, objective: Objective | None = None) -> Found:
