@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import cached_property, partial
 from typing import Any, Literal
 
@@ -245,8 +246,6 @@ def build(
 
 def find_schedule(name: str) -> Schedule:
     """The schedule of a name, or the error that names the nearest."""
-    from difflib import get_close_matches
-
     if name in SCHEDULES:
         return SCHEDULES[name]
     near = get_close_matches(name.lower().replace("_", "-"), SCHEDULES, n=1, cutoff=0.5)

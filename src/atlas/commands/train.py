@@ -129,8 +129,9 @@ def filler_flags(parser: argparse.ArgumentParser) -> None:
 
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-AGAIN_S = 0.05
 """A scheduler sends them before it takes the hosts away: save, and end with 75."""
+AGAIN_S = 0.05
+"""A signal that Python dropped in a destructor is sent again after this time."""
 FLAGS = {
     "steps": "steps",
     "model": "model",

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from atlas.ir.program import BACKWARD, FORWARD, NUM_KINDS, Ints, Kind, Memory
+from atlas.ir.program import BACKWARD, FORWARD, NUM_KINDS, QUANTUM_NS, Ints, Kind, Memory
 
 MAX_NS = 10**13
 """Longer than this (2.8 hours) no single op may take: sums of many must stay within 64 bits."""
@@ -57,7 +57,7 @@ class LinkCost:
     """PRIVATE: how many sends of the channel may overlap, each at full rate (Varuna's simulator: 4)."""
     capacity: float = 1.0
     """FAIR: how many members run at full rate at once, i.e. trunk cap / pair cap; beyond it all slow down alike."""
-    quantum_ns: int = 5_000_000
+    quantum_ns: int = QUANTUM_NS
     """TURNS: the longest chunk, after which a more urgent transfer takes over."""
     trace: Trace | None = None
     weather: LinkWeather | None = None
@@ -175,7 +175,7 @@ def uniform_costs(
     wan_latency_ns: int = 0,
     sharing: bool = False,
     trunk_pairs: float | None = None,
-    quantum_ns: int = 5_000_000,
+    quantum_ns: int = QUANTUM_NS,
     servers: int = 1,
 ) -> Costs:
     """Equal stages; `wan_ns` is what one transfer takes over one node pair's own WAN path.

@@ -22,6 +22,7 @@ from atlas.cost.cluster_arrays import ClusterArrays
 from atlas.errors import AtlasError, InfeasibleError
 from atlas.planner.candidate import Candidate, kind_of
 from atlas.planner.estimate import Batch, estimate
+from atlas.planner.exhaustive import every_candidate
 from atlas.planner.objective import Objective
 from atlas.planner.pool import (
     SLACK,
@@ -316,8 +317,6 @@ def _largest_first(
 
 def exhaustive(search: Search) -> None:
     """Every candidate there is."""
-    from atlas.planner.exhaustive import every_candidate
-
     best = np.inf
     candidates = every_candidate(search.space, search.cluster)
     search.num_estimated += len(candidates)

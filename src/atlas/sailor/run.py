@@ -17,6 +17,7 @@ from typing import Any
 from atlas.errors import AtlasError, SpecError
 from atlas.planner.objective import OBJECTIVES, Objective, amount, objective_of
 from atlas.sailor.check import check
+from atlas.sailor.events import simulated
 from atlas.sailor.inputs import Inputs, find_trace, read_inputs
 from atlas.sailor.judge import Verdict, judge
 from atlas.sailor.money import Money, money
@@ -92,8 +93,6 @@ def _objective(args: argparse.Namespace) -> Objective:
 
 
 def _first_by_events(inputs: Inputs, found: Found) -> SailorPlan:
-    from atlas.sailor.events import simulated
-
     return min((found.plan, *found.runners_up), key=lambda plan: simulated(inputs, plan).iteration_s)
 
 
@@ -114,8 +113,6 @@ def _row(inputs: Inputs, plan: SailorPlan, verdict: Verdict, found: Found | None
         "stages": [_stage(plan, i, verdict) for i in range(plan.num_stages)],
     }
     if simulate:
-        from atlas.sailor.events import simulated
-
         row["simulated"] = vars(simulated(inputs, plan))
     if found is not None:
         row["looked_at"] = {"outlines": found.num_outlines, "priced": found.num_priced, "judged": found.num_judged}

@@ -82,7 +82,7 @@ def main() -> int:
     settings = json.loads(sys.stdin.readline())
     Lifeline(sys.stdin.fileno())
     os.nice(NICENESS)
-    from atlas.ui.serve import ServedPage
+    from atlas.ui.serve import ServedPage  # at the lower priority
 
     try:
         page = ServedPage(settings["source"], settings["host"], settings["port"], settings["token"])

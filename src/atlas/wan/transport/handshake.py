@@ -152,7 +152,7 @@ def receive(
     if isinstance(exchange, TlsExchange):
         require_name(exchange.certificate, theirs.name)
     if not security.accepts(protection, host, theirs.peer, theirs.name):
-        raise WorkerError(f"{theirs.name} at {host} does not encrypt, and no --trusted network has it")
+        raise WorkerError(f"{theirs.name} at {host} does not encrypt, and is outside the trusted networks")
     answer, mine = accept(theirs)
     begin, rtt_s = time.monotonic(), 0.0
     exchange.write(secret + bytes([answer]) + pack_greeting(mine))
