@@ -179,7 +179,7 @@ function drawHeading(ctx, item, w) {
     ctx.fillStyle = Paint.text; ctx.font = "600 12px system-ui, 'DejaVu Sans', sans-serif";
     ctx.fillText(clipText(ctx, `${group.folded ? "▸" : "▾"} ${group.name}`, GUTTER - 14), 10, middle);
     ctx.fillStyle = Paint.soft; ctx.font = "11px system-ui, 'DejaVu Sans', sans-serif";
-    const what = `${group.rows.length} ${group.links ? "link tracks" : "workers"}`;
+    const what = `${group.rows.length} ${group.what}`;
     if (group.folded) ctx.fillText(what, 22, middle + (group.links ? 14 : 16));
     else ctx.fillText(what, GUTTER + 4, middle);
   } else if (first) drawRowNames(ctx, item, y);
