@@ -191,7 +191,8 @@ function drawRowNames(ctx, item, y) {
   ctx.fillStyle = Paint.soft;
   const bottom = size(plot).h;
   for (let j = 0; j < item.group.rows.length; j += step) {
-    const at = y + (j + 0.5) * item.rowHeight - (item.rowHeight >= 12 ? 1 : 0);
+    // A name that stands for several thin rows is at their middle, not over the heading.
+    const at = y + (j + Math.min(step, item.group.rows.length - j) / 2) * item.rowHeight - (item.rowHeight >= 12 ? 1 : 0);
     if (at < RULER - 10 || at > bottom + 10 || !item.group.rows[j]) continue;
     ctx.fillText(clipText(ctx, item.group.rows[j], GUTTER - 34), 26, at);
   }
