@@ -3,7 +3,7 @@
 // text are taken.
 
 const COLUMNS = ["step", "loss", "tokens_per_s", "iteration_s", "utilization", "mfu"], MAX_POINTS = 1000;
-const REFRESH_MS = 2000;  // least time between two timelines: drawing them takes a core that training may need
+const REFRESH_MS = 2000, MAX_REFRESH_MS = 10000, DRAW_SHARE = 0.01;  // least and most time between two timelines, and the share of a core that drawing may take: training may need it
 const drawn = { map: "", links: "", events: "" };  // what is on the page already
 const isNew = (part, data) => { const text = JSON.stringify(data); if (drawn[part] === text) return false; drawn[part] = text; return true; };
 const live = { state: null, series: null, shown: -1, held: false, asking: false, opened: false, busy: false, heard: 0, lost: false };
@@ -160,11 +160,17 @@ const looking = () => live.held || live.asking || inspected.pin || inspected.ran
 async function refresh() {
   if (live.busy || live.opened && looking()) return;
   live.busy = true;
+  let took = 0;
   try {
-    const found = await api("/api/timeline");
+    const found = await api("/api/timeline"), began = performance.now();
     if (!live.asking || !live.opened) await draw(found.header, found.spans);
     live.shown = found.version;
-  } finally { setTimeout(() => { live.busy = false; if (live.state.timeline_version !== live.shown) refresh(); }, REFRESH_MS); }
+    await new Promise(requestAnimationFrame);
+    took = performance.now() - began;
+  } finally {
+    const rest = Math.min(MAX_REFRESH_MS, Math.max(REFRESH_MS, took / DRAW_SHARE));
+    setTimeout(() => { live.busy = false; if (live.state.timeline_version !== live.shown) refresh(); }, rest);
+  }
 }
 
 async function draw(header, texts) {
