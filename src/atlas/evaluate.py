@@ -218,10 +218,12 @@ def evaluate(
     program = build(case, chosen, budget=budget, seed=seed, progress=progress)
     costs = case.costs_of(program)
     bound = _bound(case, chosen, program)
-    meta = {"tcp": tcp, "job": job.name, "lower_bound_s": bound.ns / 1e9, "seed": seed}
+    meta: dict[str, Any] = {"tcp": tcp, "job": job.name, "lower_bound_s": bound.ns / 1e9, "seed": seed}
+    spread = _spread(case.job, program, costs, jitter_runs) if jitter_runs else None
+    if spread is not None:
+        meta["spread"] = spread.row()
     single = simulate(program, costs, meta=meta)
     many = simulate(repeated(program, iterations), costs, meta=meta) if iterations > 1 else single
-    spread = _spread(case.job, program, costs, jitter_runs) if jitter_runs else None
     return Result(chosen.name, tcp, case, many, single, bound, spread)
 
 

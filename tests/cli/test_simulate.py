@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -119,6 +120,14 @@ def test_monte_carlo_runs_spread_around_the_nominal_time(atlas: Atlas) -> None:
     assert spread["runs"] == 30
     assert spread["p5_s"] < spread["p50_s"] < spread["p95_s"] <= spread["worst_s"]
     assert "median" in atlas(*words).out
+
+
+def test_the_headline_of_a_page_has_the_spread(atlas: Atlas, tmp_path: Path) -> None:
+    words = ("simulate", "tiny.yaml", "--schedule", "1f1b", "--monte-carlo", "9", "--set", "jitter.wan=0.2")
+    atlas(*words, "--page", str(tmp_path / "page.html"))
+    assert re.search(
+        r'"verdict": "1f1b: .* without jitter, .* with it \(90 % of 9 runs: ', (tmp_path / "page.html").read_text()
+    )
 
 
 def test_monte_carlo_without_jitter_is_refused(atlas: Atlas) -> None:

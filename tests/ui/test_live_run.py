@@ -127,6 +127,7 @@ def test_a_timeline_file_alone_is_shown(tmp_path: Path) -> None:
     run = LiveRun()
     FolderFollower(tmp_path / "a.timeline", run).poll()
     assert json.loads(run.timeline_json())["header"]["schedules"][0]["source"] == "simulated"
+    assert run.state()["run"]["iteration_s"] > 0  # the page shows it as the file's, not as a prediction
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:

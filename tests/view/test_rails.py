@@ -40,6 +40,7 @@ def test_tracks_are_on_the_page_and_in_the_trace() -> None:
     groups = header["schedules"][0]["groups"]
     assert groups[1]["name"] == "rails of dc0"
     assert len(groups[1]["rows"]) == 7
+    assert [group["what"] for group in groups][:2] == ["workers", "circuits: changes"]
     events = json.loads(trace_bytes(timeline()))["traceEvents"]
     changes = [event for event in events if event.get("cat") == "fabric"]
     assert len(changes) == 14

@@ -356,12 +356,12 @@ def verdict(timelines: Sequence[Timeline]) -> str:
         tail = f": the first is off the second by {off:+.1%}" if len(timelines) == 2 else ""
         return f"{', '.join(parts)}{tail}."
     if len(timelines) == 1 or not first.iteration_ns:
-        return f"{_name(first)}: {_seconds(first)} an iteration ({first.source}); {_spent(first)}."
+        return f"{_name(first)}: {_seconds(first)} an iteration ({first.source}){_varies(first)}; {_spent(first)}."
     others = [
         f"{one.iteration_ns / first.iteration_ns:.2f}x over {_name(one)}" for one in timelines[1 : 1 + MAX_OTHERS]
     ]
     more = f" and {len(timelines) - 1 - MAX_OTHERS} more" if len(timelines) > 1 + MAX_OTHERS else ""
-    fastest = f"{_name(first)} is the fastest: {_seconds(first)} an iteration ({first.source})"
+    fastest = f"{_name(first)} is the fastest: {_seconds(first)} an iteration ({first.source}){_varies(first)}"
     return f"{fastest}, {', '.join(others)}{more}; {_spent(first)}."
 
 
@@ -371,8 +371,21 @@ def _name(timeline: Timeline) -> str:
 
 
 def _seconds(timeline: Timeline) -> str:
-    seconds = timeline.iteration_ns / 1e9
+    return _time(timeline.iteration_ns / 1e9)
+
+
+def _time(seconds: float) -> str:
     return f"{seconds:.3f} s" if seconds >= 1 else f"{1e3 * seconds:.1f} ms"
+
+
+def _varies(timeline: Timeline) -> str:
+    """The range of runs with jitter or weather, where they were simulated: the Timeline is one without them."""
+    spread = timeline.meta.get("spread")
+    if not isinstance(spread, dict):
+        return ""
+    varied = "jitter" if spread["tail_path"] is None else "weather"
+    low, middle, high = (_time(spread[key]) for key in ("p5_s", "p50_s", "p95_s"))
+    return f" without {varied}, {middle} with it (90 % of {spread['runs']} runs: {low} to {high})"
 
 
 def _spent(timeline: Timeline) -> str:

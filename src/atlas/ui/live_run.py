@@ -192,7 +192,7 @@ class LiveRun:
             self._new_model(last)
         self._run["source"] = timeline.source
         figures = summary(last)
-        self._run["utilization"] = figures["utilization"]
+        self._run["utilization"], self._run["iteration_s"] = figures["utilization"], figures["iteration_s"]
         total = last.makespan_ns / 1e9 * last.program.num_workers
         self._extra["bubbles"] = {cause: s / total if total else 0.0 for cause, s in figures["bubbles_s"].items()}
 

@@ -25,7 +25,8 @@ from atlas.ui.service import ServiceFollower
 from atlas.ui.whatif import WhatIfDesk
 from atlas.view.page import CAUSES, STYLES, asset, filled, json_element, page_script
 
-POLL_S, SERVICE_S = 0.2, 1.0
+POLL_S, SERVICE_S = 1.0, 1.0
+"""Between two looks at a run, and at its service. Each look analyses the last pass and takes CPU time."""
 
 
 class ServedPage:

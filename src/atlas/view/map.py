@@ -10,7 +10,7 @@ import html
 import math
 from collections.abc import Mapping, Sequence
 from importlib import resources
-from typing import Any
+from typing import Any, NamedTuple
 
 from atlas.view.chart import front_svg, page_text, theme
 from atlas.view.places import FEW, PAGE, MapPlaces, Picture, map_places
@@ -18,6 +18,10 @@ from atlas.view.table import seconds
 
 ROOM = 170
 """A shorter link of a live map has room for its load only; one of half this length, for no text."""
+CHAR = 7.4
+"""Mean width of a character of a label."""
+ALONG = (0.5, 0.42, 0.58, 0.34, 0.66)
+"""Where on its link a label may be, best first."""
 SHOWN = 12
 """Plans in the table."""
 LOADS = ((0.1, "#56b4e9", "under 10 %"), (0.5, "#009e73", "under 50 %"), (0.85, "#e69f00", "under 85 %"))
@@ -81,8 +85,10 @@ def map_svg(scene: Mapping[str, Any], plan: Mapping[str, Any], places: MapPlaces
     few = len(names) <= FEW
     body = [f'<path class="coast" d="{places.coast}"/>', _idle(scene, names, places.at)]
     links = sorted(plan["links"], key=lambda link: bool(link["pipeline"]))
-    body += [_link(link, place, few, picture.line) for link in links]
-    body += [_dc(dc, plan, place, picture.radius[not few], not picture.legend) for dc in scene["datacenters"]]
+    radius, one_line = picture.radius[not few], not picture.legend
+    taken = [box for dc in scene["datacenters"] for box in _dc_boxes(dc, plan, place, radius, one_line)]
+    body += [_link(link, place, few, picture.line, taken) for link in links]
+    body += [_dc(dc, plan, place, radius, one_line) for dc in scene["datacenters"]]
     top, bottom = 0.0, float(picture.height)
     if picture.legend:
         low, high = min(y for _, y in places.at), max(y for _, y in places.at)
@@ -113,7 +119,68 @@ def load_color(load: float) -> str:
     return next((color for limit, color, _ in LOADS if load < limit), FULL[0])
 
 
-def _link(link: Mapping[str, Any], place: Mapping[str, tuple[float, float]], few: bool, line: int) -> str:
+class _Box(NamedTuple):
+    """Of a text or a disc, in pixels."""
+
+    left: float
+    top: float
+    right: float
+    bottom: float
+
+    def meets(self, other: _Box) -> bool:
+        return (
+            self.left < other.right and other.left < self.right and self.top < other.bottom and other.top < self.bottom
+        )
+
+
+def _dc_boxes(
+    dc: Mapping[str, Any],
+    plan: Mapping[str, Any],
+    place: Mapping[str, tuple[float, float]],
+    radius: float,
+    one_line: bool,
+) -> list[_Box]:
+    """Where `_dc` draws the disc and the name."""
+    (x, y), stages = place[dc["name"]], _stages(dc["name"], plan) or "not used"
+    under = _under(dc["name"], plan, place, radius, one_line)
+    length, lines = max(len(dc["name"]), len(stages)), 2
+    if one_line:
+        length, lines = len(dc["name"]) + (1 + len(stages) if len(place) <= 4 else 0), 1
+    half = CHAR * length / 2
+    name = _Box(x - half, y + under - 11, x + half, y + under + 4 + 13 * (lines - 1))
+    return [_Box(x - radius, y - radius, x + radius, y + radius), name]
+
+
+def _placed(
+    words: Sequence[str],
+    ends: tuple[tuple[float, float], tuple[float, float]],
+    line: int,
+    taken: list[_Box],
+) -> str:
+    """A label on the middle of its link, or moved along it to where it covers no other text; else nothing: the link's
+    tooltip and the list beside a live map have the figures."""
+    (x1, y1), (x2, y2) = ends
+    half = CHAR * max(map(len, words), default=0) / 2
+    for share in ALONG if half else ():
+        x, y = x1 + share * (x2 - x1), y1 + share * (y2 - y1)
+        first = y + 4 - line * (len(words) - 1) - 6 * (len(words) > 1)
+        box = _Box(x - half, first - 11, x + half, first + line * (len(words) - 1) + 4)
+        if not any(box.meets(other) for other in taken):
+            taken.append(box)
+            return "".join(
+                f'<text class="load" x="{x:.1f}" y="{first + line * k:.1f}">{html.escape(text)}</text>'
+                for k, text in enumerate(words)
+            )
+    return ""
+
+
+def _link(
+    link: Mapping[str, Any],
+    place: Mapping[str, tuple[float, float]],
+    few: bool,
+    line: int,
+    taken: list[_Box],
+) -> str:
     """Solid where pipelines cross, dashed where groups only exchange gradients."""
     (x1, y1), (x2, y2) = place[link["a"]], place[link["b"]]
     color = load_color(link["load"])
@@ -127,7 +194,6 @@ def _link(link: Mapping[str, Any], place: Mapping[str, tuple[float, float]], few
     )
     dash = "" if link["pipeline"] else ' stroke-dasharray="2 7"'
     width = 3 + 5 * min(1.0, link["load"]) if link["pipeline"] else 2.2
-    x, y = (x1 + x2) / 2, (y1 + y2) / 2
     length = math.hypot(x2 - x1, y2 - y1)
     label = f"{100 * link['load']:.0f}%" if few or link["pipeline"] else ""
     words = [label]
@@ -138,11 +204,8 @@ def _link(link: Mapping[str, Any], place: Mapping[str, tuple[float, float]], few
     elif few:
         words = [f"{link['latency_ms']:.3g} ms · {link['gbps']:.3g} Gbit/s{' (prior)' if prior else ''}"]
         words.append(f"{label} load" + (f" · ${usd:,.0f}/hour" if usd else ""))
-    first = y + 4 - line * (len(words) - 1)
-    texts = "".join(
-        f'<text class="load" x="{x:.1f}" y="{first + line * k - 6 * (len(words) > 1):.1f}">{html.escape(text)}</text>'
-        for k, text in enumerate(words)
-    )
+    ends = (x1, y1), (x2, y2)
+    texts = _placed(words, ends, line, taken) or _placed([label], ends, line, taken)
     return (
         f'<g><title>{html.escape(hint)}</title><path d="M{x1:.1f} {y1:.1f}L{x2:.1f} {y2:.1f}" stroke="{color}" '
         f'stroke-width="{width:.1f}" stroke-linecap="round"{dash}/>{texts}</g>'
@@ -158,8 +221,7 @@ def _dc(
 ) -> str:
     """A disc with the GPUs in use, a ring for their share, and the name on the side that has no link."""
     (x, y), used = place[dc["name"]], int(plan["gpus"].get(dc["name"], 0))
-    above = _leaves_downwards(dc["name"], plan, place) and not (one_line and y < 50)
-    under = radius + 14 if not above else -radius - (7 if one_line else 20)
+    under = _under(dc["name"], plan, place, radius, one_line)
     share = used / dc["gpus"]
     turn = 2 * math.pi * share
     color = _owner(dc["name"], plan)
@@ -186,6 +248,14 @@ def _dc(
         f'<text class="count" x="{x:.1f}" y="{y + 4:.1f}">{count}</text>'
         f'<text class="name" x="{x:.1f}" y="{y + under:.1f}">{html.escape(dc["name"])}{words}</g>'
     )
+
+
+def _under(
+    name: str, plan: Mapping[str, Any], place: Mapping[str, tuple[float, float]], radius: float, one_line: bool
+) -> float:
+    """How far below its middle a datacenter has its name; negative: above it."""
+    above = _leaves_downwards(name, plan, place) and not (one_line and place[name][1] < 50)
+    return -radius - (7 if one_line else 20) if above else radius + 14
 
 
 def _leaves_downwards(name: str, plan: Mapping[str, Any], place: Mapping[str, tuple[float, float]]) -> bool:

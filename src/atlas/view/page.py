@@ -137,9 +137,13 @@ def _group(timeline: Timeline, group: RowGroup) -> dict[str, Any]:
     if group.workers:
         names = [program.worker_name(worker) for worker in group.workers]
         pipelines = [worker // program.num_ranks for worker in group.workers]
-        return {"name": group.name, "links": False, "rows": names, "pipelines": pipelines, "workers": group.workers}
-    names = [timeline.links[row.link] if row.number == 0 else "" for row in group.link_rows]
-    return {"name": group.name, "links": True, "rows": [*names, *(track.name for track in group.rails)]}
+        where = {"pipelines": pipelines, "workers": group.workers}
+        return {"name": group.name, "links": False, "what": "workers", "rows": names, **where}
+    if group.rails:
+        names = [track.name for track in group.rails]
+        return {"name": group.name, "links": True, "what": "circuits: changes", "rows": names}
+    names = [timeline.links[row.link].removeprefix("wan ") if row.number == 0 else "" for row in group.link_rows]
+    return {"name": group.name, "links": True, "what": "link tracks", "rows": names}
 
 
 # ---- spans -----------------------------------------------------------------------------------------------------

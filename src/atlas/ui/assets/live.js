@@ -3,7 +3,7 @@
 // text are taken.
 
 const COLUMNS = ["step", "loss", "tokens_per_s", "iteration_s", "utilization", "mfu"], MAX_POINTS = 1000;
-const REFRESH_MS = 2000;  // least time between two timelines: drawing them takes a core that training may need
+const REFRESH_MS = 2000, MAX_REFRESH_MS = 10000, DRAW_SHARE = 0.01;  // least and most time between two timelines, and the share of a core that drawing may take: training may need it
 const drawn = { map: "", links: "", events: "" };  // what is on the page already
 const isNew = (part, data) => { const text = JSON.stringify(data); if (drawn[part] === text) return false; drawn[part] = text; return true; };
 const live = { state: null, series: null, shown: -1, held: false, asking: false, opened: false, busy: false, heard: 0, lost: false };
@@ -61,9 +61,9 @@ function busyBar(state) {
 
 function fillCards(state) {
   const last = state.last || {}, plan = state.predicted, run = state.run, s = live.series || {};
-  const time = known(last.iteration_s) ? last.iteration_s : plan ? plan.iteration_s : null;
+  const saved = isSaved(state), time = known(last.iteration_s) ? last.iteration_s : plan ? plan.iteration_s : known(run.iteration_s) ? run.iteration_s : null;
   const off = known(last.iteration_s) && plan ? last.iteration_s / plan.iteration_s - 1 : null;
-  card("iteration", last.step ? "iteration, measured" : "iteration, predicted", time, known(time) ? duration(time * 1e9) : "",
+  card("iteration", last.step ? "iteration, measured" : saved ? `iteration, ${run.source}` : "iteration, predicted", time, known(time) ? duration(time * 1e9) : "",
     off === null ? plan && plan.order === "first" && run.source === "simulated" ? "order not searched yet…" : idle(state) ? "one optimizer step" : "" : `predicted ${duration(plan.iteration_s * 1e9)}, ${off >= 0 ? "+" : ""}${(100 * off).toFixed(1)} %`, spark(s.iteration_s || []), "Time of one optimizer step");
   const speed = known(last.tokens_per_s) ? last.tokens_per_s : plan && !last.step ? plan.tokens_per_s : null;
   card("tokens", "tokens a second", speed, known(speed) ? short(speed) : "", known(last.tokens_per_gpu_s) ? short(last.tokens_per_gpu_s) + " for each GPU" : idle(state) && plan ? `on ${plan.num_gpus.toLocaleString("en")} GPUs` : "", spark(s.tokens_per_s || []));
@@ -82,14 +82,15 @@ function fillCards(state) {
 // ---- state ----------------------------------------------------------------------------------------------------------
 
 const idle = state => state.run.status === "waiting" && state.run.source === "simulated";
-const unstarted = state => "not running: " + (!state.predicted ? "no prediction" : state.predicted.order === "searched" ? "predicted, the figures of atlas simulate" : "first prediction; a search for a better order goes on…");
+const isSaved = state => !state.predicted && !state.last && known(state.run.iteration_s);  // a timeline file without its job
+const unstarted = state => isSaved(state) ? "a saved timeline" : "not running: " + (!state.predicted ? "no prediction" : state.predicted.order === "searched" ? "predicted, the figures of atlas simulate" : "first prediction; a search for a better order goes on…");
 
 function fillStatus() {
   const state = live.state, run = state.run, last = state.last, box = $("status");
   const age = last && known(last.time) ? Date.now() / 1000 - last.time : null, late = age !== null && age > Math.max(10, 3 * last.iteration_s);
   const of = run.steps ? ` of ${run.steps.toLocaleString("en")}` : "", step = last ? `step ${last.step}${of}` : "";
   const words = live.lost ? "connection to the page's server lost" : run.status === "ended" ? "ended" + (run.reason ? `: ${run.reason}` : "")
-    : run.status === "running" ? late ? `no step for ${age.toFixed(0)} s` : "running" : run.source === "simulated" ? unstarted(state) : "waiting for the first step";
+    : run.status === "running" ? late ? `no step for ${age.toFixed(0)} s` : "running" : run.source === "simulated" || isSaved(state) ? unstarted(state) : "waiting for the first step";
   box.className = live.lost ? "lost" : run.status === "running" ? late ? "late" : "running" : "";
   box.replaceChildren(make("i"), [words, step, run.slower > 1 ? `slowed ${run.slower}x` : "", run.checkpoints && run.checkpoints.length ? `checkpoint of step ${run.checkpoints[run.checkpoints.length - 1]}` : ""].filter(t => t).join(" · "));
 }
@@ -101,7 +102,8 @@ function fillEvents(events) {
     const item = make("li", event.kind, null, list);
     make("time", "", clock(event.time), item); make("span", "", event.text, item);
   }
-  if (!events.length) make("li", "", idle(live.state) ? "This job does not run: the page shows its prediction. Press “what if” to change links, GPUs or schedule. Train with --ui to see the run here."
+  if (!events.length) make("li", "", isSaved(live.state) ? "A timeline file has no events. Name the folder of a run, or a plan, to see more."
+    : idle(live.state) ? "This job does not run: the page shows its prediction. Press “what if” to change links, GPUs or schedule. Train with --ui to see the run here."
     : "No events yet: connections lost, hosts lost, restarts and new plans are listed here.", list);
   list.dataset.count = events.length;
   if (atEnd) list.scrollTop = 0;
@@ -158,11 +160,17 @@ const looking = () => live.held || live.asking || inspected.pin || inspected.ran
 async function refresh() {
   if (live.busy || live.opened && looking()) return;
   live.busy = true;
+  let took = 0;
   try {
-    const found = await api("/api/timeline");
+    const found = await api("/api/timeline"), began = performance.now();
     if (!live.asking || !live.opened) await draw(found.header, found.spans);
     live.shown = found.version;
-  } finally { setTimeout(() => { live.busy = false; if (live.state.timeline_version !== live.shown) refresh(); }, REFRESH_MS); }
+    await new Promise(requestAnimationFrame);
+    took = performance.now() - began;
+  } finally {
+    const rest = Math.min(MAX_REFRESH_MS, Math.max(REFRESH_MS, took / DRAW_SHARE));
+    setTimeout(() => { live.busy = false; if (live.state.timeline_version !== live.shown) refresh(); }, rest);
+  }
 }
 
 async function draw(header, texts) {

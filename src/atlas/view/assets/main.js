@@ -179,7 +179,7 @@ function drawHeading(ctx, item, w) {
     ctx.fillStyle = Paint.text; ctx.font = "600 12px system-ui, 'DejaVu Sans', sans-serif";
     ctx.fillText(clipText(ctx, `${group.folded ? "▸" : "▾"} ${group.name}`, GUTTER - 14), 10, middle);
     ctx.fillStyle = Paint.soft; ctx.font = "11px system-ui, 'DejaVu Sans', sans-serif";
-    const what = `${group.rows.length} ${group.links ? "link tracks" : "workers"}`;
+    const what = `${group.rows.length} ${group.what}`;
     if (group.folded) ctx.fillText(what, 22, middle + (group.links ? 14 : 16));
     else ctx.fillText(what, GUTTER + 4, middle);
   } else if (first) drawRowNames(ctx, item, y);
@@ -191,7 +191,8 @@ function drawRowNames(ctx, item, y) {
   ctx.fillStyle = Paint.soft;
   const bottom = size(plot).h;
   for (let j = 0; j < item.group.rows.length; j += step) {
-    const at = y + (j + 0.5) * item.rowHeight - (item.rowHeight >= 12 ? 1 : 0);
+    // A name that stands for several thin rows is at their middle, not over the heading.
+    const at = y + (j + Math.min(step, item.group.rows.length - j) / 2) * item.rowHeight - (item.rowHeight >= 12 ? 1 : 0);
     if (at < RULER - 10 || at > bottom + 10 || !item.group.rows[j]) continue;
     ctx.fillText(clipText(ctx, item.group.rows[j], GUTTER - 34), 26, at);
   }

@@ -68,7 +68,7 @@ function fillCaption() {
   const say = (text, bold) => caption.append(bold ? make("b", "", text) : text);
   say("Each row is a worker: one accelerator (or a tensor-parallel group) that holds one stage of the model. Solid boxes are work: ");
   say("F", 1); say(" forward, "); say("B", 1); say(" backward (or its halves "); say("I", 1); say(" and "); say("W", 1);
-  say("); the number is the microbatch. Hatched spans are bubbles: the worker waits, and the colour says why. Rows between two datacenters are the WAN links that join them. Point at a box to highlight its microbatch on all workers.");
+  say("); the number is the microbatch. Hatched spans are bubbles: the worker waits, and the colour says why. Rows between two datacenters are the WAN links that join them. " + (HEAD.schedules.some(s => s.groups.some(g => g.name.startsWith("rails of "))) ? "Rows under rails are optical circuits of a datacenter, between two stages (hop) or for gradient sums (ring): nothing can be sent on one while it is changed. " : "") + "Point at a box to highlight its microbatch on all workers.");
 }
 
 function fillLegend(schedules) {
@@ -108,7 +108,7 @@ function tipForSpan(tip, s, row, i) {
 
 function tipForShares(tip, s, group, shares, t) {
   make("h2", "", `${group.name} at ${duration(t)}`, tip);
-  make("p", "", `${group.last - group.first} ${group.links ? "link tracks" : "workers"} · ${s.name} (${s.source})`, tip);
+  make("p", "", `${group.last - group.first} ${group.what} · ${s.name} (${s.source})`, tip);
   const list = make("dl", "", null, tip);
   let rest = 1;
   for (const c of STACK_ORDER) if (shares[c] > 0.0005) {
