@@ -38,8 +38,8 @@ class OrderedSum:
         """Chunks that are received at the same time."""
         num_bytes = min(CHUNK_BYTES, BUFFER_BYTES // (self.depth * (size - 1)))
         length = max(1, num_bytes // mine.element_size())
-        self._slices = [part.split(length) for part in out.view(size, -1)]
-        self._results = mine.split(length)
+        self._slices = [torch.split(part, length) for part in out.view(size, -1)]
+        self._results = torch.split(mine, length)
         self._buffers = [
             {source: torch.empty_like(self._results[0]) for source in range(size) if source != rank}
             for _ in self._results[: self.depth]
