@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from atlas.runtime import compiling
 from atlas.runtime.compiling import TRACED
 from atlas.runtime.models.config import DecoderConfig, gpt
 from atlas.runtime.models.decoder import TIED_EMBEDDING, TIED_HEAD, LayerRange, build, loss_of
@@ -226,3 +229,15 @@ def test_bf16_stages_sum_in_float32_and_step_by_master_weights() -> None:
         # Each step is far below bf16's resolution; the masters hold on to it.
         masters = [optimizer.state[p]["master"] for p in stage.parameters]
         assert all(bool((m != b.float()).any()) for m, b in zip(masters, before, strict=True))
+
+
+def test_the_compiler_is_imported_while_a_stage_is_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(compiling.CACHE, str(tmp_path))
+    monkeypatch.setattr(compiling, "MODULES", ("no_such_module", "colorsys"))
+    monkeypatch.setattr(compiling, "_loading", [])
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    compiling.load_ahead(compiling.TRACED)
+    assert not compiling._loading, "only for kernels"
+    compiling.load_ahead(compiling.INDUCTOR)
+    compiling.compiler(compiling.INDUCTOR)
+    assert "colorsys" in sys.modules, "it waits until all are imported, and some may be missing"
