@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -241,3 +242,28 @@ def test_the_compiler_is_imported_while_a_stage_is_built(monkeypatch: pytest.Mon
     compiling.load_ahead(compiling.INDUCTOR)
     compiling.compiler(compiling.INDUCTOR)
     assert "colorsys" in sys.modules, "it waits until all are imported, and some may be missing"
+
+
+# ---- a compiler that is missing, kernels of another torch ------------------------------------------------------------
+def test_without_a_compiler_layers_run_eagerly_with_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert compiling.available(compiling.INDUCTOR, "cpu", 1) == compiling.EAGER
+    assert [record.getMessage() for record in caplog.records] == [
+        "compile: this host has no C++ compiler (no-such-compiler); layers run eagerly, which is slower"
+    ]
+
+
+def test_kernels_of_another_torch_are_not_used_and_this_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv(compiling.CACHE, "")
+    monkeypatch.delenv(compiling.CACHE)
+    (tmp_path / "atlas" / "compiled" / "torch-1.0").mkdir(parents=True)
+    for _ in range(2):
+        compiling.compiler(compiling.INDUCTOR)
+    assert os.environ[compiling.CACHE] == str(tmp_path / "atlas" / "compiled" / f"torch-{torch.__version__}")
+    assert len(caplog.records) == 1
+    assert "kernels of torch-1.0" in caplog.text
