@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from atlas.errors import AtlasError
 from atlas.runtime import compiling
 from atlas.runtime.compiling import TRACED
 from atlas.runtime.models.config import DecoderConfig, gpt
@@ -267,3 +268,12 @@ def test_kernels_of_another_torch_are_not_used_and_this_is_said_once(
     assert os.environ[compiling.CACHE] == str(tmp_path / "atlas" / "compiled" / f"torch-{torch.__version__}")
     assert len(caplog.records) == 1
     assert "kernels of torch-1.0" in caplog.text
+
+
+def test_kernels_chosen_by_timing_are_refused_where_bits_must_be_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiling.require_fixed_kernels(compiling.INDUCTOR, "ordered")
+    monkeypatch.setenv("TORCHINDUCTOR_MAX_AUTOTUNE", "1")
+    with pytest.raises(AtlasError, match=r"TORCHINDUCTOR_MAX_AUTOTUNE=1 .* Unset it, or train with sums: fast"):
+        compiling.require_fixed_kernels(compiling.INDUCTOR, "ordered")
+    compiling.require_fixed_kernels(compiling.INDUCTOR, "fast")
+    compiling.require_fixed_kernels(compiling.EAGER, "ordered")

@@ -20,10 +20,13 @@ from typing import Any
 
 import torch
 
+from atlas.errors import AtlasError
+
 log = logging.getLogger("atlas.compiling")
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 INDUCTOR, TRACED, EAGER = "inductor", "aot_eager", ""
 """Backends."""
+AUTOTUNE = ("TORCHINDUCTOR_MAX_AUTOTUNE", "TORCHINDUCTOR_MAX_AUTOTUNE_GEMM", "TORCHINDUCTOR_MAX_AUTOTUNE_POINTWISE")
 MODULES = (
     "torch._dynamo",
     "torch._inductor.compile_fx",
@@ -41,6 +44,16 @@ def available(backend: str, place: str, tp: int) -> str:
     if backend and reason:
         log.warning("compile: %s; layers run eagerly, which is slower", reason)
     return EAGER if reason else backend
+
+
+def require_fixed_kernels(backend: str, sums: str) -> None:
+    """Raise where the environment asks for kernels that are chosen by timing, and results must be equal to the bit."""
+    found = [name for name in AUTOTUNE if os.environ.get(name, "0") != "0"]
+    if backend == INDUCTOR and sums != "fast" and found:
+        raise AtlasError(
+            f"{found[0]}={os.environ[found[0]]} in the environment: kernels that are chosen by timing differ from host "
+            f"to host, and sums: {sums} promises equal bits. Unset it, or train with sums: fast"
+        )
 
 
 def _missing(backend: str, place: str, tp: int) -> str:
