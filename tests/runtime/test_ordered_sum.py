@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from atlas.errors import WorkerError
-from atlas.runtime import ordered_sum
+from atlas.runtime import collectives, ordered_sum
 from atlas.runtime.collectives import GroupStore, TorchExchange, store_listener
 from atlas.runtime.exchange import PARTS, SUMS, ExchangeKey
 
@@ -56,6 +56,20 @@ def test_all_ranks_get_the_sum_in_the_order_of_ranks(
     found = on_ranks(size, summed)
     expected = reduce(torch.add, (gradients(rank, num_values) for rank in range(size)))
     assert all(torch.equal(sums, expected) for sums in found)
+
+
+def test_many_ranks_exchange_in_one_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collectives, "MAX_IN_PAIRS", 2)
+
+    def gathered(exchange: TorchExchange) -> Tensor:
+        assert not exchange.reduces, "the caller adds"
+        flat = gradients(exchange.rank, 3 * 64)
+        for pending in exchange.gather(KEY, flat[:64].clone(), flat, "the sums"):
+            pending.wait(WAIT_S)
+        return flat
+
+    expected = torch.cat([gradients(rank, 3 * 64)[:64] for rank in range(3)])
+    assert all(torch.equal(found, expected) for found in on_ranks(3, gathered))
 
 
 def test_a_sum_fails_when_a_rank_leaves() -> None:

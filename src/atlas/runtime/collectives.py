@@ -35,6 +35,9 @@ OPERATION_S = 24 * 3600.0
 """No time limit of torch's own: a sum begins long before it is awaited, and the waiting worker has a time limit."""
 LANES = 4
 """Of a Gloo group: each has a thread and a socket to every peer. One alone serves one peer at a time."""
+MAX_IN_PAIRS = 8
+"""Ranks of a Gloo group that exchange in pairs. Its `all_to_all` sends every rank that gets nothing an empty message:
+with more ranks, all exchange in one operation, and the sum is taken when all parts have arrived."""
 NUM_THREADS = 6
 """Of a Gloo group, for operations that are under way at the same time."""
 POLL_S = 100e-6
@@ -104,7 +107,8 @@ class TorchExchange:
     ) -> None:
         """`name`: of the group, in the store. `host`: the address of this host that Gloo listens on."""
         self.rank, self.size, self.on_host = rank, size, backend == "gloo"
-        self.reduces = fast or self.on_host
+        self._in_pairs = self.on_host and size <= MAX_IN_PAIRS
+        self.reduces = self._in_pairs if self.on_host else fast
         self._place = torch.device("cpu" if self.on_host else place)
         limit = datetime.timedelta(seconds=OPERATION_S)
         if self.on_host:
@@ -133,8 +137,9 @@ class TorchExchange:
         return [_gloo_handle(work, what) if self.on_host else PolledWork(work, what)]
 
     def gather(self, key: ExchangeKey, mine: Tensor, whole: Tensor, what: str) -> list[Pending]:
-        if not self.on_host:
-            return [PolledWork(self._group._allgather_base(whole, mine, AllgatherOptions()), what)]
+        if not self._in_pairs:
+            work = self._group._allgather_base(whole, mine, AllgatherOptions())
+            return [_gloo_handle(work, what) if self.on_host else PolledWork(work, what)]
         parts = torch.split(whole, len(mine))
         if parts[self.rank].data_ptr() != mine.data_ptr():
             parts[self.rank].copy_(mine)
