@@ -3,7 +3,7 @@
 Two Llama shapes with sequences of 4,096 in bf16: 1.1 billion parameters, and 8 layers of an 8B model with its embedding
 and head. AdamW with float32 masters, clipping. Ours and the baseline run in turn, A B A B A; medians count. Also the
 split backward, recompute, the optimizer alone, peak memory against the planner's, the GPU's idle time between ops, and
-the time to the first step, cold and with kept kernels.
+the time to the first step: cold, with kept kernels, and after a kill.
 
 Needs an NVIDIA GPU with 100 GB; not measured without one. `--rehearse` runs the script with tiny shapes on the CPU.
 """
@@ -11,14 +11,16 @@ Needs an NVIDIA GPU with 100 GB; not measured without one. `--rehearse` runs the
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import os
+import signal
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +30,7 @@ from common.report import Report, not_measured
 
 from atlas.cost.memory import peak_memory
 from atlas.cost.table import kind_costs, uniform_costs
+from atlas.errors import WorkerError
 from atlas.ir.assemble import assemble, with_optimizer
 from atlas.ir.program import Kind, Layout, Op, Program
 from atlas.launch.emulate import Emulation, EmulationSettings, emulate
@@ -154,6 +157,28 @@ class Ours:
         into.peak_bytes = max(into.peak_bytes, *run.timeline.meta["peak_bytes"].values())
         return run
 
+    def after_kill_s(self, num_microbatches: int) -> float:
+        """From the kill of the worker to the end of the first step of its next attempt, which begins without a
+        checkpoint: reading one takes as long as the disk needs."""
+        settings = EmulationSettings(100, device=self.device, paths={}, patience_s=300.0, keep_weights=False)
+        task = program_of("whole", num_microbatches), uniform_costs(1, 1, kind_costs(forward_ns=0))
+        setup, pids, killed, first = (
+            training_of(self.shape, self.device),
+            dict[str, int](),
+            list[float](),
+            list[float](),
+        )
+
+        def kill(*_: object) -> None:
+            if not killed:
+                killed.append(time.perf_counter())
+                os.kill(next(iter(pids.values())), signal.SIGKILL)
+
+        with contextlib.suppress(WorkerError):
+            emulate(*task, setup, settings, on_start=pids.update, on_step=kill)
+        emulate(*task, setup, replace(settings, num_steps=1), on_step=lambda *_: first.append(time.perf_counter()))
+        return first[0] - killed[0]
+
 
 def idle_share(run: Emulation) -> float:
     """Of the time from the first measured op to the last: between neighbouring ops."""
@@ -229,6 +254,7 @@ def compare(report: Report, name: str, shape: PlainShape, args: argparse.Namespa
     report.figure(f"{name}: idle between ops", 100 * idle_share(run), "%", at_most=0.5)
     report.figure(f"{name}: first step, cold", ours.first_step_s[0], "s", at_most=90.0)
     report.figure(f"{name}: first step, kernels kept", ours.first_step_s[1], "s", at_most=12.0)
+    report.figure(f"{name}: first step, after a kill", ours.after_kill_s(args.microbatches), "s", at_most=15.0)
     if device != "cpu":
         memory(report, name, shape, args, theirs, {"whole": whole, "split": split})
         report.figure(f"{name}: recompute, peak memory", again.peak_bytes / GIB, "GiB")

@@ -76,6 +76,7 @@ BENCHES: dict[str, Bench] = {
     "launch_files": Bench(60, 60, ("--only", "shell", "torchrun")),
     "live_page": Bench(12, 60),
     "load_generator": Bench(12, 0, None),
+    "loss_curves": Bench(10, 25),
     "monotone": Bench(60, 120),
     "one_gpu": Bench(10, 120, ()),
     "optimum": Bench(15, 20),

@@ -6,6 +6,7 @@ Shape letters: B batch, L length, D width, H heads, K heads of keys and values, 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -87,8 +88,12 @@ class _Loss(nn.Module):
         return functional.cross_entropy(self.out(self.norm(x)).flatten(0, 1).float(), targets.flatten())
 
 
+Batch = tuple[Tensor, Tensor]
+"""Tokens and targets, each [B, L]."""
+
+
 class PlainLlama:
-    """Trains on made-up tokens."""
+    """Trains on made-up tokens, or on given ones."""
 
     def __init__(self, shape: PlainShape, device: str, dtype: torch.dtype, *, backend: str, recompute: bool) -> None:
         self.shape, self.device, self.recompute = shape, device, recompute
@@ -104,6 +109,7 @@ class PlainLlama:
             self.tokens = torch.randint(shape.vocabulary, (shape.microbatch, shape.length))
         self.cos, self.sin = angles.cos().to(dtype), angles.sin().to(dtype)
         self.parameters = [p for m in (self.embedding, *layers, loss) for p in m.parameters()]
+        self._plain_layers, self._plain_loss = layers, loss
         for parameter in self.parameters:
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, 0.0, 0.02)
@@ -118,18 +124,39 @@ class PlainLlama:
         ]
         self.optimizer = torch.optim.AdamW(groups, lr=1e-4, betas=(0.9, 0.95), fused=device != "cpu")
 
+    @torch.no_grad()
+    def start_from(self, weights: Mapping[str, Tensor]) -> None:
+        """Use these initial weights, by their names in our models."""
+        found = {"embedding.token.weight": self.embedding.weight}
+        found |= {f"head.{name}": p for name, p in self._plain_loss.named_parameters()}
+        for number, layer in enumerate(self._plain_layers):
+            for name, parameter in layer.named_parameters():
+                part = {"norm": "attention_norm", "mlp_norm": "mlp_norm"}.get(name.partition(".")[0])
+                half = "attention" if name[0] in "qkvo" else "mlp"
+                found[f"layers.{number}.{f'{part}.weight' if part else f'{half}.{name}'}"] = parameter
+        assert found.keys() == weights.keys()
+        for name, parameter in found.items():
+            parameter.copy_(weights[name])
+        torch._foreach_copy_(self.masters, self.parameters)
+
     def step(self, num_microbatches: int) -> Tensor:
-        for _ in range(num_microbatches):
-            x = self.embedding(self.tokens)
+        return self.train([(self.tokens, self.tokens)] * num_microbatches)
+
+    def train(self, batches: Sequence[Batch]) -> Tensor:
+        """One step; the mean loss of its microbatches."""
+        losses = []
+        for tokens, targets in batches:
+            x = self.embedding(tokens)
             for layer in self.layers:
                 if self.recompute:
                     x = checkpoint(layer, x, self.cos, self.sin, use_reentrant=False)
                 else:
                     x = layer(x, self.cos, self.sin)
-            loss: Tensor = self.loss(x, self.tokens)
-            (loss / num_microbatches).backward()  # type: ignore[no-untyped-call]
+            loss: Tensor = self.loss(x, targets)
+            (loss / len(batches)).backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach())
         self.update()
-        return loss.detach()
+        return torch.stack(losses).mean()
 
     def update(self) -> None:
         """Clip, step, and refresh the bf16 weights."""

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import os
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from atlas.errors import AtlasError
+from atlas.runtime import compiling
 from atlas.runtime.compiling import TRACED
 from atlas.runtime.models.config import DecoderConfig, gpt
 from atlas.runtime.models.decoder import TIED_EMBEDDING, TIED_HEAD, LayerRange, build, loss_of
@@ -226,3 +231,49 @@ def test_bf16_stages_sum_in_float32_and_step_by_master_weights() -> None:
         # Each step is far below bf16's resolution; the masters hold on to it.
         masters = [optimizer.state[p]["master"] for p in stage.parameters]
         assert all(bool((m != b.float()).any()) for m, b in zip(masters, before, strict=True))
+
+
+def test_the_compiler_is_imported_while_a_stage_is_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(compiling.CACHE, str(tmp_path))
+    monkeypatch.setattr(compiling, "MODULES", ("no_such_module", "colorsys"))
+    monkeypatch.setattr(compiling, "_loading", [])
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    compiling.load_ahead(compiling.TRACED)
+    assert not compiling._loading, "only for kernels"
+    compiling.load_ahead(compiling.INDUCTOR)
+    compiling.compiler(compiling.INDUCTOR)
+    assert "colorsys" in sys.modules, "it waits until all are imported, and some may be missing"
+
+
+# ---- a compiler that is missing, kernels of another torch ------------------------------------------------------------
+def test_without_a_compiler_layers_run_eagerly_with_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert compiling.available(compiling.INDUCTOR, "cpu", 1) == compiling.EAGER
+    assert [record.getMessage() for record in caplog.records] == [
+        "compile: this host has no C++ compiler (no-such-compiler); layers run eagerly, which is slower"
+    ]
+
+
+def test_kernels_of_another_torch_are_not_used_and_this_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv(compiling.CACHE, "")
+    monkeypatch.delenv(compiling.CACHE)
+    (tmp_path / "atlas" / "compiled" / "torch-1.0").mkdir(parents=True)
+    for _ in range(2):
+        compiling.compiler(compiling.INDUCTOR)
+    assert os.environ[compiling.CACHE] == str(tmp_path / "atlas" / "compiled" / f"torch-{torch.__version__}")
+    assert len(caplog.records) == 1
+    assert "kernels of torch-1.0" in caplog.text
+
+
+def test_kernels_chosen_by_timing_are_refused_where_bits_must_be_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiling.require_fixed_kernels(compiling.INDUCTOR, "ordered")
+    monkeypatch.setenv("TORCHINDUCTOR_MAX_AUTOTUNE", "1")
+    with pytest.raises(AtlasError, match=r"TORCHINDUCTOR_MAX_AUTOTUNE=1 .* Unset it, or train with sums: fast"):
+        compiling.require_fixed_kernels(compiling.INDUCTOR, "ordered")
+    compiling.require_fixed_kernels(compiling.INDUCTOR, "fast")
+    compiling.require_fixed_kernels(compiling.EAGER, "ordered")

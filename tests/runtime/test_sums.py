@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -12,17 +14,20 @@ import pytest
 import torch
 from worker_threads import ThreadedRun, run_in_threads
 
-from atlas.errors import WorkerError
+from atlas.errors import AtlasError, WorkerError
 from atlas.ir.assemble import with_optimizer
 from atlas.ir.program import Layout
-from atlas.runtime.assignment import DataChoice, ModelChoice, TrainingSetup
+from atlas.ir.text import to_text
+from atlas.runtime.assignment import Assignment, DataChoice, ModelChoice, TrainingSetup
 from atlas.runtime.device import Cpu
 from atlas.runtime.exchange import SUMS, TransportExchange
 from atlas.runtime.flat import FlatParameters
 from atlas.runtime.flat_layout import ALIGNMENT
 from atlas.runtime.links import WorkerLinks
 from atlas.runtime.models.config import DecoderConfig
+from atlas.runtime.pipeline_group import PipelineGroup, Software, require_same
 from atlas.runtime.recipe import LearningRate, OptimizerSettings
+from atlas.runtime.stage_set import StageSet
 from atlas.runtime.sync import GradientSync
 from atlas.runtime.waits import Pending
 from atlas.runtime.wiring import WorkerRole
@@ -160,3 +165,30 @@ def test_gradients_that_do_not_come_off_the_device_are_an_error_in_time() -> Non
     sync.begin(3, 0, torch.empty(6, device="meta"))
     with pytest.raises(WorkerError, match=r"SYNC of step 3 on p0\.s0 .* copied from the device .* within 0\.05 s"):
         sync.finish(3, 0, lambda pending: pending[0].wait(0.05), whole=True)  # type: ignore[arg-type, return-value]
+
+
+# ---- hosts that do not fit together ----------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        (Software("b", "2.13.0", "2.28.9"), "a has torch 2.11.0 with NCCL 2.28.9, b has torch 2.13.0 with NCCL 2.28.9"),
+        (Software("b", "2.11.0", "2.27.5"), "b has torch 2.11.0 with NCCL 2.27.5"),
+        (Software("b", "2.11.0", ""), "b has torch 2.11.0\\. "),
+    ],
+)
+def test_other_versions_in_a_datacenter_are_refused_with_both_hosts(other: Software, says: str) -> None:
+    first = Software("a", "2.11.0", "2.28.9")
+    require_same(first, first._replace(host="c"))
+    with pytest.raises(AtlasError, match=says):
+        require_same(first, other)
+
+
+def test_a_worker_with_another_torch_does_not_join() -> None:
+    found = Handle("the address of the store")
+    found.finish(buffer=memoryview(json.dumps(["127.0.0.1", 1, "secret", ["there", "1.0", ""]]).encode()))
+    links = cast(WorkerLinks, SimpleNamespace(recv_from=lambda *args: found))
+    program = with_optimizer(one_f_one_b(Layout(2, 1, 1, ("a",))))
+    assignment = Assignment(1, to_text(program), training("ordered", 0), 1)
+    group = PipelineGroup(assignment, assignment.role, links, "p1.s0")
+    with pytest.raises(AtlasError, match=r"there has torch 1\.0, .* has torch "):
+        group.join(cast(StageSet, SimpleNamespace(open_exchanges=None)))

@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, ReduceScat
 from atlas.errors import WorkerError
 from atlas.runtime.assignment import Assignment
 from atlas.runtime.exchange import ExchangeKey, PartSizes
+from atlas.runtime.ordered_sum import CHUNK_BYTES, OrderedSum
 from atlas.runtime.waits import Pending
 from atlas.runtime.wiring import WorkerRole
 from atlas.wan.transport.base import Handle
@@ -32,8 +33,13 @@ START_S = 90.0
 """Processes start one after the other, possibly on a busy host."""
 OPERATION_S = 24 * 3600.0
 """No time limit of torch's own: a sum begins long before it is awaited, and the waiting worker has a time limit."""
-NUM_THREADS = 2
-"""Of a Gloo group."""
+LANES = 4
+"""Of a Gloo group: each has a thread and a socket to every peer. One alone serves one peer at a time."""
+MAX_IN_PAIRS = 8
+"""Ranks of a Gloo group that exchange in pairs. Its `all_to_all` sends every rank that gets nothing an empty message:
+with more ranks, all exchange in one operation, and the sum is taken when all parts have arrived."""
+NUM_THREADS = 6
+"""Of a Gloo group, for operations that are under way at the same time."""
 POLL_S = 100e-6
 DETERMINISTIC = {"NCCL_ALGO": "Ring", "NCCL_NVLS_ENABLE": "0"}
 """NCCL adds in one order in every run on the same ranks, as in Megatron-LM's deterministic mode."""
@@ -101,12 +107,14 @@ class TorchExchange:
     ) -> None:
         """`name`: of the group, in the store. `host`: the address of this host that Gloo listens on."""
         self.rank, self.size, self.on_host = rank, size, backend == "gloo"
-        self.reduces = fast and not self.on_host  # Gloo's reduce_scatter takes 2.6 times as long as `swap` and a sum
+        self._in_pairs = self.on_host and size <= MAX_IN_PAIRS
+        self.reduces = self._in_pairs if self.on_host else fast
         self._place = torch.device("cpu" if self.on_host else place)
         limit = datetime.timedelta(seconds=OPERATION_S)
         if self.on_host:
             gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+            # Gloo takes its devices in turn, one for each operation.
+            gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=host) for _ in range(LANES)]
             gloo._timeout, gloo._threads = limit, NUM_THREADS
             self._group: Any = dist.ProcessGroupGloo(PrefixStore(name, store), rank, size, gloo)
         else:
@@ -125,20 +133,50 @@ class TorchExchange:
 
     def swap(self, key: ExchangeKey, out: Tensor, into: Tensor, sizes: PartSizes | None, what: str) -> list[Pending]:
         outs, intos = (list(sizes.out), list(sizes.into)) if sizes else ([], [])
-        return self._started(self._group.alltoall_base(into, out, intos, outs), what)
+        work = self._group.alltoall_base(into, out, intos, outs)
+        return [_gloo_handle(work, what) if self.on_host else PolledWork(work, what)]
 
     def gather(self, key: ExchangeKey, mine: Tensor, whole: Tensor, what: str) -> list[Pending]:
-        return self._started(self._group._allgather_base(whole, mine, AllgatherOptions()), what)
+        if not self._in_pairs:
+            work = self._group._allgather_base(whole, mine, AllgatherOptions())
+            return [_gloo_handle(work, what) if self.on_host else PolledWork(work, what)]
+        parts = torch.split(whole, len(mine))
+        if parts[self.rank].data_ptr() != mine.data_ptr():
+            parts[self.rank].copy_(mine)
+        count = max(1, min(LANES // (self.size - 1), mine.nbytes // CHUNK_BYTES))
+        stripes = [part.tensor_split(count) for part in parts]
+        return [
+            _gloo_handle(self._to_peer(distance, out, stripes[(self.rank - distance) % self.size][number]), what)
+            for distance in range(1, self.size)
+            for number, out in enumerate(stripes[self.rank])
+        ]
 
     def reduce(self, key: ExchangeKey, out: Tensor, mine: Tensor, what: str) -> list[Pending]:
-        return [PolledWork(self._group._reduce_scatter_base(mine, out, ReduceScatterOptions()), what)]
+        if not self.on_host:
+            return [PolledWork(self._group._reduce_scatter_base(mine, out, ReduceScatterOptions()), what)]
+        handle = Handle(what)
+        threading.Thread(target=self._sum, args=(out, mine, handle), daemon=True, name="ordered sum").start()
+        return [handle]
 
     def close(self) -> None:
         """Peers that wait for this rank fail at once."""
         self._group.abort()
 
-    def _started(self, work: Any, what: str) -> list[Pending]:
-        return [_gloo_handle(work, what) if self.on_host else PolledWork(work, what)]
+    def _sum(self, out: Tensor, mine: Tensor, handle: Handle) -> None:
+        try:
+            OrderedSum(self.rank, self.size, LANES, self._to_peer, out, mine).run()
+        except RuntimeError as error:
+            handle.fail(_first_line(error))
+        else:
+            handle.finish()
+
+    def _to_peer(self, distance: int, out: Tensor, into: Tensor) -> Any:
+        """An `all_to_all` with values for one rank only: an operation with all ranks would use one lane."""
+        target, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
+        return self._group.alltoall_base(into, out, self._only(source, into), self._only(target, out))
+
+    def _only(self, peer: int, values: Tensor) -> list[int]:
+        return [len(values) if rank == peer else 0 for rank in range(self.size)]
 
 
 def _gloo_handle(work: Any, what: str) -> Handle:
@@ -148,12 +186,16 @@ def _gloo_handle(work: Any, what: str) -> Handle:
         try:
             future.value()
         except RuntimeError as error:
-            handle.fail(str(error).partition("\n")[0])
+            handle.fail(_first_line(error))
         else:
             handle.finish()
 
     work.get_future().add_done_callback(settle)
     return handle
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 class PolledWork:

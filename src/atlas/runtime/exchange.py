@@ -40,7 +40,7 @@ class Exchange(Protocol):
     on_host: bool
     """Whether it takes tensors in host memory, or on the device."""
     reduces: bool
-    """Whether `reduce` may be used: the backend adds, in an order of its own."""
+    """Whether `reduce` may be used: the exchange adds."""
 
     def swap(self, key: ExchangeKey, out: Tensor, into: Tensor, sizes: PartSizes | None, what: str) -> list[Pending]:
         """Send each rank its part of `out`, and receive a part of `into` from each, both in the order of ranks."""
@@ -51,7 +51,8 @@ class Exchange(Protocol):
         ...
 
     def reduce(self, key: ExchangeKey, out: Tensor, mine: Tensor, what: str) -> list[Pending]:
-        """This rank's slice of the sum of all ranks' `out`."""
+        """This rank's slice of the sum of all ranks' `out`. Where `on_host`, in the order of ranks; `mine` may be that
+        slice of `out`."""
         ...
 
     def close(self) -> None:

@@ -10,7 +10,12 @@ from __future__ import annotations
 
 import json
 import secrets
+import socket
+from typing import NamedTuple
 
+import torch
+
+from atlas.errors import AtlasError
 from atlas.runtime.assignment import Assignment
 from atlas.runtime.collectives import START_S, GroupStore, store_listener
 from atlas.runtime.exchange import Exchange, TransportExchange
@@ -21,6 +26,31 @@ from atlas.runtime.wiring import GRADIENTS, WorkerRole
 
 FOUND = (-2, 0, 0, 0)
 """The tag of the message with the store's address."""
+
+
+class Software(NamedTuple):
+    """What the ranks of a process group must have in common; and where."""
+
+    host: str
+    torch: str
+    nccl: str
+    """Empty without a GPU."""
+
+    @classmethod
+    def here(cls) -> Software:
+        nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else ""  # type: ignore[no-untyped-call]
+        return cls(socket.gethostname(), torch.__version__, nccl)
+
+    def __str__(self) -> str:
+        return f"{self.host} has torch {self.torch}" + (f" with NCCL {self.nccl}" if self.nccl else "")
+
+
+def require_same(first: Software, other: Software) -> None:
+    if first[1:] != other[1:]:
+        raise AtlasError(
+            f"hosts of one datacenter have different software: {first}, {other}. Gradients are summed by torch there: "
+            "install the same versions, or train with sums: transport"
+        )
 
 
 class PipelineGroup:
@@ -51,14 +81,15 @@ class PipelineGroup:
         store = GroupStore(host, port, secrets.token_hex(16), listener)
         for pipeline in self.role.other_pipelines:
             what = f"{self.who} sends the address of the store to pipeline {pipeline}"
-            message = json.dumps([host, port, store.prefix]).encode()
+            message = json.dumps([host, port, store.prefix, Software.here()]).encode()
             self.links.send_to(GRADIENTS, pipeline, self.role.rank, FOUND, message, what)
         return store
 
     def _find(self) -> GroupStore:
         what = f"{self.who} waits for the address of the store of p0.s{self.role.rank}"
         message = self.links.recv_from(GRADIENTS, 0, self.role.rank, FOUND, None, what).wait(START_S)
-        host, port, prefix = json.loads(bytes(message or b""))
+        host, port, prefix, software = json.loads(bytes(message or b""))
+        require_same(Software(*map(str, software)), Software.here())
         return GroupStore(str(host), int(port), str(prefix))
 
     def close(self) -> None:

@@ -42,8 +42,9 @@ def resume(training: TrainingSetup, choice: SaveChoice, role: WorkerRole, stage_
     assert checkpoint is not None, "`choose` finds a step or raises"
     config = run_config(training, global_batch_of(training, role))
     checkpoint.meta.require_same_run(config, data_digest(training.data))
-    states = {layer: stage_set.of_state(state) for layer, state in load_layers(checkpoint, stage_set.layers).items()}
-    stage_set.restore(states)
+    # One layer at a time: a tensor-parallel rank keeps its part of each only.
+    parts = {layer: stage_set.of_state(load_layers(checkpoint, [layer])[layer]) for layer in stage_set.layers}
+    stage_set.restore(parts)
 
 
 def global_batch_of(training: TrainingSetup, role: WorkerRole) -> int:

@@ -17,7 +17,7 @@ from atlas.ir.program import BACKWARDS, Kind, Op
 from atlas.runtime.assignment import Assignment
 from atlas.runtime.checkpoint import LayerState, restore, share, states_of
 from atlas.runtime.collectives import GroupStore, torch_exchanges
-from atlas.runtime.compiling import available
+from atlas.runtime.compiling import available, load_ahead, require_fixed_kernels
 from atlas.runtime.device import Device
 from atlas.runtime.exchange import Exchange
 from atlas.runtime.meeting import Meeting
@@ -44,6 +44,8 @@ class StageSet:
         self.assignment, self.role, self.device = assignment, role, device
         self.backend = available(training.compile, device.place, assignment.tp)
         """The compiler of its layers; empty: they run eagerly."""
+        require_fixed_kernels(self.backend, training.sums)
+        load_ahead(self.backend)
         self.task = make_task(
             training,
             num_stages=program.num_stages,

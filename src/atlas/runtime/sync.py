@@ -42,6 +42,12 @@ def slices(length: int, count: int) -> list[slice]:
     return [slice(a, b) for a, b in itertools.pairwise(edges)]
 
 
+def own_slice(exchange: Exchange, flat: Tensor) -> slice:
+    """Of the rank, in a tensor with as many values for each rank."""
+    length = len(flat) // exchange.size
+    return slice(exchange.rank * length, (exchange.rank + 1) * length)
+
+
 class CombinedHandle(Handle):
     """Done when all handles are that were passed to `follow`."""
 
@@ -67,8 +73,8 @@ class _Sum:
 
     flat: Tensor
     """This worker's gradients; later the sums."""
-    parts: Tensor
-    """Of this pipeline's slice, one of each pipeline; or, where the backend adds, the sum."""
+    parts: Tensor | None = None
+    """Of this pipeline's slice, one of each pipeline; or, where the exchange adds, the sum."""
     arrived: Sequence[Pending] = ()
     """The exchange that fills `parts`."""
     sent: Tensor | None = None
@@ -78,7 +84,8 @@ class _Sum:
 class GradientSync:
     """Sums the gradients of one process's stages over all pipelines, in place.
 
-    Each pipeline adds its slice of the gradients in the order of pipelines, or has the backend add (`sums: fast`).
+    Each pipeline adds its slice of the gradients in the order of pipelines, here or in the exchange, or has the backend
+    add (`sums: fast`).
     """
 
     def __init__(
@@ -94,15 +101,16 @@ class GradientSync:
         `flat` has as many values for each pipeline.
         """
         exchange, what = self.exchanges[stage], self._what(step)
-        num_values = len(flat) // exchange.size if exchange.reduces else len(flat)
-        parts = torch.empty(num_values) if exchange.on_host else flat.new_empty(num_values)
-        total = self._sums[step, stage] = _Sum(flat, parts)
+        total = self._sums[step, stage] = _Sum(flat)
 
         def exchange_parts(mine: Tensor) -> Sequence[Pending]:
             total.sent, key = mine, ExchangeKey(step, stage, PARTS)
-            if exchange.reduces:
-                return exchange.reduce(key, mine, parts, what)
-            return exchange.swap(key, mine, parts, None, what)
+            if not exchange.reduces:
+                total.parts = torch.empty_like(mine)
+                return exchange.swap(key, mine, total.parts, None, what)
+            own = mine[own_slice(exchange, mine)]
+            total.parts = own if exchange.on_host else torch.empty_like(own)
+            return exchange.reduce(key, mine, total.parts, what)
 
         if exchange.on_host and flat.device.type != "cpu":
             arrived = CombinedHandle(f"{what}, its own copied from the device included,")
@@ -117,8 +125,8 @@ class GradientSync:
         total, exchange = self._sums.pop((step, stage)), self.exchanges[stage]
         wait(total.arrived)
         assert total.sent is not None, "it was exchanged"
-        length = len(total.flat) // exchange.size
-        own = slice(exchange.rank * length, (exchange.rank + 1) * length)
+        assert total.parts is not None, "it was exchanged"
+        own = own_slice(exchange, total.flat)
         added, gathered = _add(total.parts, 1 if exchange.reduces else exchange.size), list[Pending]()
         met_ns = 0
         if self.meeting is not None:

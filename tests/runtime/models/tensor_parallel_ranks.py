@@ -5,21 +5,27 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from atlas.runtime.models import decoder
 from atlas.runtime.models.config import DecoderConfig, gpt
-from atlas.runtime.models.decoder import TIED_EMBEDDING, TIED_HEAD, Decoder, LayerRange, build
-from atlas.runtime.models.export import whole
+from atlas.runtime.models.decoder import TIED_EMBEDDING, TIED_HEAD, Decoder, LayerRange, Sharding, build
+from atlas.runtime.models.export import export_stage, whole
 from atlas.runtime.models.generate import greedy
 from atlas.runtime.models.parallel import parallelize
 from atlas.runtime.models.task import DecoderTask
 from atlas.runtime.models.tied import join
+from atlas.runtime.models.weights import load
 from atlas.runtime.optimizer import AdamW, clip, global_norm, squares
 from atlas.runtime.recipe import LearningRate, OptimizerSettings
 from atlas.runtime.stage import Stage
@@ -40,15 +46,12 @@ def microbatch(slot: int, pipeline: int) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
-class Sharded(DecoderTask):
-    """The same task, its stages divided over the mesh."""
-
-    def build_stage(self, stage: int, num_stages: int) -> Decoder:
-        return parallelize(super().build_stage(stage, num_stages), init_device_mesh("cpu", (dist.get_world_size(),)))
+def sharded(model: Decoder) -> Decoder:
+    return parallelize(model, init_device_mesh("cpu", (dist.get_world_size(),)))
 
 
-def stages_of(kind: type[DecoderTask], config: DecoderConfig) -> list[Stage]:
-    task = kind(config, (1, 1), 2, 8, 2, microbatch)
+def stages_of(config: DecoderConfig, shard: Sharding | None) -> list[Stage]:
+    task = DecoderTask(config, (1, 1), 2, 8, 2, microbatch, shard=shard)
     return [Stage(task, s, 2, 0, 0.5) for s in range(2)]
 
 
@@ -94,16 +97,49 @@ def check(config: DecoderConfig) -> None:
         named = {name: p.to_local() for name, p in shared.named_parameters() if name in (TIED_EMBEDDING, TIED_HEAD)}
         assert named[TIED_EMBEDDING].data_ptr() == named[TIED_HEAD].data_ptr(), "tied ends are one memory"
 
-    one, two = stages_of(DecoderTask, config), stages_of(Sharded, config)
+    check_build(config, alone)
+    one, two = stages_of(config, None), stages_of(config, sharded)
     (norm, losses), (norm_tp, losses_tp) = train(one, False), train(two, True)
     assert abs(norm - norm_tp) <= 1e-5 * norm, (norm, norm_tp)
     assert all(abs(a - b) <= 1e-5 for a, b in zip(losses, losses_tp, strict=True)), (losses, losses_tp)
     for a, b in zip(one, two, strict=True):
-        sharded = dict(b.module.named_parameters())
+        shards = dict(b.module.named_parameters())
         for name, parameter in a.module.named_parameters():
             assert torch.allclose(gradient(b, name), parameter.grad, rtol=1e-4, atol=1e-7), name  # type: ignore[arg-type]
             # The keys' bias has no gradient but rounding's without rotation, and AdamW makes a step of it.
-            assert "k.bias" in name or torch.allclose(whole(sharded[name]), parameter, rtol=1e-4, atol=1e-5), name
+            assert "k.bias" in name or torch.allclose(whole(shards[name]), parameter, rtol=1e-4, atol=1e-5), name
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the largest tensor that gets memory."""
+
+    num_values = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        has_memory = type(found) is Tensor and found.device.type != "meta" and found.is_floating_point()
+        if has_memory and not func.is_view:  # files are mapped, as bytes
+            self.num_values = max(self.num_values, found.numel())
+        return found
+
+
+def check_build(config: DecoderConfig, alone: Decoder) -> None:
+    """A rank builds and reads its own part only: the values of the whole model, and no tensor as large as its largest
+    matrix."""
+    cut, most = LayerRange.whole(config), max(p.numel() for p in alone.parameters())
+    with LargestTensor() as largest:
+        built = build(config, cut, shard=sharded)
+    assert largest.num_values <= most // 2, "the built part"
+    builds = [built]
+    with tempfile.TemporaryDirectory() as folder:
+        export_stage(Path(folder), alone, 0, 1)
+        with LargestTensor() as largest:
+            builds.append(load(config, cut, Path(folder), shard=sharded))
+    assert largest.num_values <= most // 2, "the loaded part"
+    for found in builds:
+        parameters = dict(found.named_parameters())
+        for name, parameter in alone.named_parameters():
+            assert torch.equal(whole(parameters[name]), parameter), name
 
 
 def gradient(stage: Stage, name: str) -> Tensor:
@@ -115,15 +151,16 @@ def gradient(stage: Stage, name: str) -> Tensor:
     return DTensor.from_local(grad, parameter.device_mesh, parameter.placements).full_tensor()
 
 
-def local_shares(decoder: Decoder) -> list[Tensor]:
-    return [p.to_local() if hasattr(p, "to_local") else p for p in decoder.parameters()]
+def local_shares(model: Decoder) -> list[Tensor]:
+    return [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    decoder.DRAWN_AT_ONCE = 40  # values of initial weights: some begin or end inside a row
     dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=int(sys.argv[1]), world_size=2)
-    for model in MODELS:
-        check(model)
+    for config in MODELS:
+        check(config)
     dist.destroy_process_group()
     print("equal", flush=True)
     os._exit(0)  # gloo's threads outlive their group and may abort an interpreter that unwinds under them

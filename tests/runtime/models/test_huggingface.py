@@ -114,7 +114,7 @@ def test_a_worker_reads_only_the_tensors_of_its_cut(name: str, tmp_path: Path, m
     config = read_config(folder)
     read: list[str] = []
     real = WeightsFolder.read
-    monkeypatch.setattr(WeightsFolder, "read", lambda self, n, *part: (read.append(n), real(self, n, *part))[1])
+    monkeypatch.setattr(WeightsFolder, "read", lambda self, n, *part: (read.append(n.name), real(self, n, *part))[1])
     middle = cuts(config, (1, 1, 1))[1]
     load(config, middle, folder)
     assert read

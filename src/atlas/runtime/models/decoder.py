@@ -10,7 +10,7 @@ Shape letters: B batch, L length, D width, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -23,6 +23,7 @@ from atlas.runtime.models.block import DecoderLayer, make_norm
 from atlas.runtime.models.config import DecoderConfig, wrong
 from atlas.runtime.models.dropout import EMBEDDING, Draw, seed_of
 from atlas.runtime.models.linear import Linear, Tape
+from atlas.runtime.models.shards import memory_for, needs, put
 
 TIED_EMBEDDING, TIED_HEAD = "embedding.token.weight", "head.out.weight"
 """The two ends of one matrix, if the embeddings are tied."""
@@ -143,6 +144,10 @@ class Decoder(nn.Module):
         return length
 
 
+Sharding = Callable[[Decoder], Decoder]
+"""Divides a range, without memory yet, among processes (`parallel`)."""
+
+
 def loss_of(logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:  # noqa: N803
     """Mean over the tokens; in float32 whatever the model computes in. Targets of -100 do not count."""
     return functional.cross_entropy(logits_BLV.flatten(0, 1).float(), targets_BL.flatten())
@@ -155,9 +160,10 @@ def build(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
+    shard: Sharding | None = None,
 ) -> Decoder:
-    """A range with the weights of a seed."""
-    decoder = empty(config, cut, dtype, device)
+    """A range with the weights of a seed; with `shard`, this process's part of them."""
+    decoder = empty(config, cut, dtype, device, shard)
     initialize(decoder, seed)
     return decoder
 
@@ -167,17 +173,29 @@ def initialize(decoder: Decoder, seed: int) -> None:
     config = decoder.config
     shared = config.tied and decoder.cut.has_embedding
     named = [(name, p) for name, p in decoder.named_parameters() if not (shared and name == TIED_HEAD)]
-    runs = [(name, p, run) for name, p in named for run in range(-(-p.numel() // DRAWN_AT_ONCE))]
+    runs = [
+        (name, p, run)
+        for name, p in named
+        for run in range(-(-p.numel() // DRAWN_AT_ONCE))
+        if needs(p, run * DRAWN_AT_ONCE, (run + 1) * DRAWN_AT_ONCE)
+    ]
     with ThreadPoolExecutor(1 if sum(p.numel() for _, p in named) < MANY_WEIGHTS else None) as pool:
         list(pool.map(lambda item: _draw(item[1], item[0], item[2], config, seed), runs))
 
 
-def empty(config: DecoderConfig, cut: LayerRange, dtype: torch.dtype, device: torch.device | str) -> Decoder:
-    """A range with uninitialized memory."""
+def empty(
+    config: DecoderConfig,
+    cut: LayerRange,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    shard: Sharding | None = None,
+) -> Decoder:
+    """A range with uninitialized memory; with `shard`, of this process's part only."""
     with torch.device("meta"):
         decoder = Decoder(config, cut).to(dtype)
-    # Not `to_empty`, which calls empty_like on `meta`, and so imports sympy.
-    decoder._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))  # type: ignore[no-untyped-call]
+    if shard is not None:
+        decoder = shard(decoder)
+    decoder._apply(lambda parameter: memory_for(parameter, device))  # type: ignore[no-untyped-call]
     decoder.retie()
     return decoder
 
@@ -189,13 +207,14 @@ def _draw(parameter: Tensor, name: str, run: int, config: DecoderConfig, seed: i
     Biases are normal too: the keys' bias has only a rounding gradient, and from zero it would stay so small that a
     comparison of two runs could not distinguish it from an error.
     """
-    values = parameter.view(-1)[run * DRAWN_AT_ONCE : (run + 1) * DRAWN_AT_ONCE]
+    first = run * DRAWN_AT_ONCE
+    values = torch.empty(min(DRAWN_AT_ONCE, parameter.numel() - first))
     if "norm" in name:
-        values.fill_(0.0 if name.endswith("bias") else 1.0)
+        put(parameter, first, values.fill_(0.0 if name.endswith("bias") else 1.0))
         return
     deep = name.endswith(("attention.o.weight", "mlp.down.weight"))
     std = config.init_std / (math.sqrt(2 * config.num_layers) if deep else 1.0)
     source = TIED_EMBEDDING if config.tied and name == TIED_HEAD else name
     generator = torch.Generator().manual_seed(seed_of(seed, source, *([run] if run else [])))
     # On the CPU and in float32: all devices and dtypes start from the same values.
-    values.copy_(torch.empty(values.shape).normal_(0.0, std, generator=generator).to(values.dtype))
+    put(parameter, first, values.normal_(0.0, std, generator=generator).to(parameter.dtype))

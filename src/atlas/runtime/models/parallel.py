@@ -53,7 +53,8 @@ def head_plan() -> dict[str, ParallelStyle]:
 
 
 def parallelize(decoder: Decoder, mesh: DeviceMesh) -> Decoder:
-    """Shard in place. Every rank must have built or loaded the same weights; nothing is sent."""
+    """Shard in place, best on `meta`, before a rank has memory. Nothing is sent: weights that exist already must
+    be the same on every rank."""
     require_divisible(decoder.config, mesh.size())
     for layer in decoder.layers.values():
         parallelize_module(layer, mesh, block_plan(decoder.config), src_data_rank=None)

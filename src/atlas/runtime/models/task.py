@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from atlas.runtime.models.config import DecoderConfig
-from atlas.runtime.models.decoder import Decoder, build, cuts
+from atlas.runtime.models.decoder import Decoder, Sharding, build, cuts
 from atlas.runtime.models.dropout import Draw
 from atlas.runtime.models.weights import load
 
@@ -38,6 +38,8 @@ class DecoderTask:
     """Of a step, over all groups of pipelines."""
     weights: Path | None = None
     """A Hugging Face folder; None: random weights from the seed."""
+    shard: Sharding | None = None
+    """Divides the stages among processes; None: this process has them whole."""
 
     @property
     def activation_shape(self) -> tuple[int, int, int]:
@@ -52,8 +54,8 @@ class DecoderTask:
         assert num_stages == len(self.layers_per_stage), "the Program and the model must have the same number of stages"
         cut = cuts(self.config, self.layers_per_stage)[stage]
         if self.weights is None:
-            return build(self.config, cut, seed=self.seed, dtype=self.dtype, device=self.device)
-        return load(self.config, cut, self.weights, dtype=self.dtype, device=self.device)
+            return build(self.config, cut, seed=self.seed, dtype=self.dtype, device=self.device, shard=self.shard)
+        return load(self.config, cut, self.weights, dtype=self.dtype, device=self.device, shard=self.shard)
 
     def microbatch(self, slot: int, pipeline: int) -> tuple[Tensor, Tensor]:
         return self.microbatches(slot, pipeline)

@@ -7,6 +7,7 @@ Knows files and names. Refuses, by name, tensors that are missing, of another sh
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,9 +17,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from atlas.errors import SpecError
+from atlas.runtime.flat import local_part
 from atlas.runtime.models.config import DecoderConfig
-from atlas.runtime.models.decoder import TIED_HEAD, Decoder, LayerRange, empty
+from atlas.runtime.models.decoder import TIED_HEAD, Decoder, LayerRange, Sharding, empty
 from atlas.runtime.models.names import NOT_WEIGHTS, HfTensor, base_prefix, layer_prefix, source_of
+from atlas.runtime.models.shards import Shard, shard_of
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = ("F32", "F16", "BF16")
@@ -37,19 +40,30 @@ class WeightsFolder:
     def names(self) -> set[str]:
         return set(self._file_of)
 
-    def read(self, name: str, part: int = 0, num_parts: int = 1) -> Tensor:
-        """A tensor, or one of `num_parts` equal parts of its last dimension."""
+    def read(self, source: HfTensor, shape: torch.Size, shard: Shard | None = None) -> Tensor:
+        """A tensor of ours that must have this shape, or a part of it; nothing else of its file is read."""
+        name = source.name
         try:
             found = self._file(self._file_of[name]).get_slice(name)
-            shape = found.get_shape()
             if found.get_dtype() not in DTYPES:
                 rule = f"its dtype {found.get_dtype()} is not one of {', '.join(DTYPES)}"
                 raise self._bad(name, None, rule, "Use weights that are not quantized")
-            run = shape[-1] // num_parts
-            tensor: Tensor = found[..., part * run : (part + 1) * run] if num_parts > 1 else found[...]
+            theirs = found.get_shape() or [1]
+            theirs[-1] //= source.num_parts
+            ours = theirs[::-1] if source.transposed else theirs
+            if ours != list(shape):
+                remedy = "Check that config.json and the weights belong together"
+                raise self._bad(name, ours, f"the config asks for {list(shape)}", remedy)
+            ends = [slice(0, length) for length in ours]
+            if shard is not None:
+                ends[shard.dimension] = slice(shard.start, shard.stop)
+            ends = ends[::-1] if source.transposed else ends
+            begin = source.part * theirs[-1]
+            ends[-1] = slice(begin + ends[-1].start, begin + ends[-1].stop)
+            tensor: Tensor = found[tuple(ends)]
         except (SafetensorError, OSError) as error:
             raise self._bad(self._file_of[name], None, f"cannot be read ({error})", "Fetch the file again") from None
-        return tensor
+        return tensor.t() if source.transposed else tensor
 
     def close(self) -> None:
         for file in self._open.values():
@@ -100,9 +114,10 @@ def load(
     *,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
+    shard: Sharding | None = None,
 ) -> Decoder:
-    """A range of layers with the weights of a Hugging Face folder."""
-    decoder = empty(config, cut, dtype, device)
+    """A range of layers with the weights of a Hugging Face folder; with `shard`, this process's part of them."""
+    decoder = empty(config, cut, dtype, device, shard)
     with WeightsFolder(path) as folder:
         fill(decoder, folder)
     return decoder
@@ -122,7 +137,8 @@ def fill(decoder: Decoder, folder: WeightsFolder) -> None:
             remedy = "Check that config.json and the weights belong together"
             raise folder._bad(source.name, None, "the weights do not have it", remedy)
         used.add(theirs)
-        parameter.copy_(_shaped(folder, theirs, source, parameter))
+        mine = folder.read(replace(source, name=theirs), parameter.shape, shard_of(parameter))
+        local_part(parameter).copy_(mine)
     _require_all_used(decoder, folder, used)
 
 
@@ -130,15 +146,6 @@ def _name_in(name: str, config: DecoderConfig, present: set[str]) -> str | None:
     """Its name in the files: some omit the prefix of the model."""
     short = name.removeprefix(base_prefix(config))
     return next((found for found in (name, short) if found in present), None)
-
-
-def _shaped(folder: WeightsFolder, theirs: str, source: HfTensor, parameter: Tensor) -> Tensor:
-    tensor = folder.read(theirs, source.part, source.num_parts)
-    tensor = tensor.t() if source.transposed else tensor
-    if tensor.shape != parameter.shape:
-        rule = f"the config asks for {list(parameter.shape)}"
-        raise folder._bad(theirs, list(tensor.shape), rule, "Check that config.json and the weights belong together")
-    return tensor
 
 
 def _require_all_used(decoder: Decoder, folder: WeightsFolder, used: set[str]) -> None:

@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from atlas.runtime.checkpoint import LayerState
+from atlas.runtime.models.shards import sharded_dimension
 
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 LEADER = 0
@@ -84,15 +85,16 @@ class ParameterShards:
     def __init__(self, rank: int, size: int, parameters: Iterable[tuple[str, Tensor]]) -> None:
         """`parameters`: of a module that `models.parallel` has sharded."""
         self.rank, self.size = rank, size
-        self.dimension: dict[str, int | None] = {name: _dimension(p) for name, p in parameters}
+        self.dimension: dict[str, int | None] = {name: sharded_dimension(p) for name, p in parameters}
         """The sharded dimension; None: every rank holds the whole parameter."""
 
     def is_sharded(self, name: str) -> bool:
         return self.dimension[name] is not None
 
     def of(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's part of a parameter, or of what an optimizer keeps for it."""
-        return self.parts(name, whole)[self.rank] if self.is_sharded(name) and whole.dim() else whole
+        """This rank's part of a parameter, or of what an optimizer keeps for it; the rest can be freed."""
+        dimension = self.dimension[name]
+        return whole if dimension is None or not whole.dim() else whole.chunk(self.size, dimension)[self.rank].clone()
 
     def parts(self, name: str, whole: Tensor) -> list[Tensor]:
         """All ranks' parts of a sharded parameter."""
@@ -140,10 +142,3 @@ def gathered(group: TensorGroup, shares: ParameterShards, tensors: Mapping[str, 
         if parts:
             found[name] = shares.join(name, parts)
     return found
-
-
-def _dimension(parameter: Tensor) -> int | None:
-    for placement in getattr(parameter, "placements", ()):
-        if placement.is_shard():
-            return int(placement.dim)
-    return None

@@ -5,11 +5,11 @@ followers. All ranks call every method here, in the same order; the leader gets 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from atlas.runtime.assignment import Assignment
 from atlas.runtime.checkpoint import LayerState
@@ -17,23 +17,11 @@ from atlas.runtime.collectives import GroupStore, torch_exchanges
 from atlas.runtime.device import Device
 from atlas.runtime.exchange import Exchange
 from atlas.runtime.meeting import LedMeeting
-from atlas.runtime.models.decoder import Decoder
 from atlas.runtime.models.parallel import parallelize
 from atlas.runtime.models.task import DecoderTask
 from atlas.runtime.stage_set import StageSet
 from atlas.runtime.tensor_parallel.group import LEADER, ParameterShards, TensorGroup, gather_state, gathered
 from atlas.runtime.wiring import WorkerRole
-
-
-@dataclass(frozen=True)
-class ShardedTask(DecoderTask):
-    """The same task with its stages sharded over a mesh."""
-
-    mesh: DeviceMesh | None = None
-
-    def build_stage(self, stage: int, num_stages: int) -> Decoder:
-        assert self.mesh is not None
-        return parallelize(super().build_stage(stage, num_stages), self.mesh)
 
 
 class ShardedStageSet(StageSet):
@@ -46,7 +34,7 @@ class ShardedStageSet(StageSet):
         self.shares = ParameterShards(group.rank, group.size, named)
 
     def _built(self, task: DecoderTask) -> DecoderTask:
-        return ShardedTask(**vars(task), mesh=self.group.mesh)
+        return replace(task, shard=partial(parallelize, mesh=self.group.mesh))
 
     # ---- the end of an iteration -------------------------------------------------------------------------------------
     def open_exchanges(self, store: GroupStore) -> Mapping[int, Exchange]:
