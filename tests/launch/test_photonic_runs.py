@@ -17,8 +17,8 @@ from atlas.errors import AtlasError, WorkerError
 from atlas.fabric.circuit_plan import Circuit
 from atlas.fabric.switch import EmulatedSwitch, Switch, SwitchError
 from atlas.ir.analysis import bubbles
-from atlas.ir.assemble import repeated, with_optimizer
-from atlas.ir.program import Kind, Layout, Program
+from atlas.ir.assemble import assemble, repeated, with_optimizer
+from atlas.ir.program import Kind, Layout, Op, Program
 from atlas.launch.checkpoint_folders import find_checkpoints
 from atlas.launch.emulate import Emulation, EmulationSettings, emulate
 from atlas.launch.rails import RailControl, RailSettings
@@ -44,9 +44,12 @@ def case(delay_ms: float | None, *, provision: bool = True) -> tuple[Program, Co
     return program, replace(costs, circuits=switching)
 
 
-def play(delay_ms: float | None, *, provision: bool = True, steps: int = 3, **rails: Any) -> Emulation:
+def play(delay_ms: float | None, *, provision: bool = True, steps: int = 3, zero: int = 0, **rails: Any) -> Emulation:
     program, costs = case(delay_ms, provision=provision)
-    return emulate(program, costs, SMALL, EmulationSettings(steps, rails=RailSettings(**rails)))
+    if costs.circuits is not None:
+        costs = replace(costs, circuits=replace(costs.circuits, until_step=zero > 0))
+    settings = EmulationSettings(steps, rails=RailSettings(**rails))
+    return emulate(program, costs, replace(SMALL, zero=zero), settings)
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +77,27 @@ def test_circuits_are_waited_for_and_the_weights_are_the_same(
         require_circuits(run)
 
 
-def require_circuits(run: Emulation) -> None:
-    """Nothing was sent, and no SYNC began, before its circuits carried data; none was removed with bytes on it."""
+def test_with_zero_1_hops_come_back_after_the_exchange_of_weights(electrical: Emulation) -> None:
+    run = play(20, zero=1)
+    assert run.losses == electrical.losses
+    assert all(np.array_equal(run.weights[name], electrical.weights[name]) for name in electrical.weights)
+    require_circuits(run, last=Kind.STEP)
+
+
+def test_a_program_with_several_sums_on_a_worker_is_refused() -> None:
+    program, costs = case(None)
+    orders = [program.ops(worker) for worker in range(program.num_workers)]
+    twice = assemble("twice", Layout(2, 6, 3, program.rank_dc), [
+        [op for s in (rank, rank + 3) for op in (Op(Kind.F, s, 0), Op(Kind.B, s, 0), Op(Kind.SYNC, s, 0))]
+        for rank in range(len(orders) // 2)
+    ])  # fmt: skip
+    with pytest.raises(AtlasError, match="several SYNC on one worker"):
+        emulate(twice, costs, SMALL)
+
+
+def require_circuits(run: Emulation, last: Kind = Kind.SYNC) -> None:
+    """Nothing was sent, and no SYNC began, before its circuits carried data; none was removed with bytes on it.
+    `last`: what ends the use of a ring."""
     timeline, program = run.timeline, run.timeline.program
     number = np.arange(program.num_transfers).reshape(program.transfer_shape)
     rank = program.op_worker % program.num_ranks
@@ -83,11 +105,11 @@ def require_circuits(run: Emulation) -> None:
     for row in run.rails.rows:
         i = row["iteration"]
         slots = slice(i * program.num_microbatches, (i + 1) * program.num_microbatches)
-        syncs = (program.kind == Kind.SYNC) & np.isin(rank, row["ranks"])
+        syncs, ends = ((program.kind == kind) & np.isin(rank, row["ranks"]) for kind in (Kind.SYNC, last))
         if row["to"] == "hop":
             through = number[:, row["pipeline"], 0, slots].ravel()
             assert (timeline.transfer_start_ns[through] >= row["end_ns"]).all()
-            assert (timeline.op_end_ns[syncs & (program.microbatch == i - 1)] <= row["start_ns"]).all()
+            assert (timeline.op_end_ns[ends & (program.microbatch == i - 1)] <= row["start_ns"]).all()
         else:
             through = number[:, :, 0, slots].ravel()
             assert (timeline.transfer_arrive_ns[through] <= row["start_ns"]).all()

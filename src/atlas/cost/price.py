@@ -91,6 +91,7 @@ def circuits(job: Job, arrangement: Arrangement) -> Circuits | None:
         switches,
         tuple(round(fabric.reconfigure_ms * 1e6) for fabric in fabrics),
         tuple(fabric.provision for fabric in fabrics),
+        until_step=job.zero > 0,
     )
 
 

@@ -74,6 +74,8 @@ class Circuits:
     """From asking for other circuits until they carry data."""
     provision: tuple[bool, ...]
     """Ask when the last transfer on the old circuits has arrived; if not, when the new ones are needed."""
+    until_step: bool = False
+    """ZeRO-1: STEP exchanges weights over the ring, so hops come after it."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from atlas.cost.table import Circuits
-from atlas.ir.program import Kind, Program
-from atlas.sim.phases import Reconfiguration, reconfigurations
+from atlas.ir.circuit_phases import NONE, CircuitPhases, Reconfiguration, grouped
+from atlas.ir.program import Program
+from atlas.sim.phases import phases_of
 
 Circuit = tuple[str, str]
 
@@ -45,13 +46,13 @@ class CircuitChange:
 
 def circuit_plan(program: Program, circuits: Circuits | None) -> list[CircuitChange]:
     """All changes of a Program, in the order of the simulator's gates; none where no circuits change."""
-    if circuits is None:
+    phases = None if circuits is None else phases_of(program, circuits)
+    if phases is None:
         return []
+    after = _after(program, phases)
     return [
-        CircuitChange(
-            g, program.rank_dc[one.ranks[0]], one, _hop(program, one) or _ring(program, one), _after(program, one)
-        )
-        for g, one in enumerate(reconfigurations(program, circuits))
+        CircuitChange(g, program.rank_dc[one.ranks[0]], one, _hop(program, one) or _ring(program, one), after[g])
+        for g, one in enumerate(phases.changes)
     ]
 
 
@@ -70,23 +71,17 @@ def _ring(program: Program, one: Reconfiguration) -> tuple[Circuit, ...]:
     return tuple((f"{name}/1", f"{names[(c + 1) % len(names)]}/0") for c, name in enumerate(names))
 
 
-def _after(program: Program, one: Reconfiguration) -> tuple[str, ...]:
-    """The last op of each worker on the circuits that are removed."""
-    if one.to == "hop":
-        if not one.iteration:
-            return ()
-        rank = program.op_worker % program.num_ranks
-        ends = (program.kind == Kind.SYNC) & (program.microbatch == one.iteration - 1) & np.isin(rank, one.ranks)
-        return tuple(program.describe(int(op)) for op in np.flatnonzero(ends))
-    own = one.ranks[0]
-    slots = slice(one.iteration * program.num_microbatches, (one.iteration + 1) * program.num_microbatches)
-    src = program.transfer_src.reshape(program.transfer_shape)[..., slots]
-    between = [
-        b
-        for b in range(program.num_stages - 1)
-        if own in (program.stage_rank[b], program.stage_rank[b + 1])
-        and program.stage_rank[b] != program.stage_rank[b + 1]
-        and not program.boundary_crosses[b]
-    ]
-    last = np.unique(src[:, :, between].max(axis=-1))
-    return tuple(program.describe(int(op)) for op in last)
+def _after(program: Program, phases: CircuitPhases) -> list[tuple[str, ...]]:
+    """By change: the last op of each worker on the circuits that are removed."""
+    found: list[set[int]] = [set() for _ in phases.changes]
+    for op, hops in phases.op_frees.items():
+        same = (program.kind == program.kind[op]) & (program.stage == program.stage[op])
+        everyone = np.flatnonzero(same & (program.microbatch == program.microbatch[op])).tolist()
+        for g in hops:
+            found[g].update(everyone)
+    for side in range(2):
+        for g, transfers in enumerate(grouped(phases.transfer_frees[:, side], len(phases.changes))):
+            channel = transfers // program.num_slots
+            last = np.flatnonzero(np.diff(channel, append=NONE))  # transfers of a channel are in order
+            found[g].update(program.transfer_src[transfers[last]].tolist())
+    return [tuple(program.describe(op) for op in sorted(ops)) for ops in found]

@@ -33,12 +33,14 @@ class RestconfSwitch:
         self.root, self._parts, self._headers = root, parts, headers
         self._timeout_s, self._poll_s = timeout_s, poll_s
         self._wanted: set[Circuit] = set()
+        self._writing = asyncio.Lock()
 
     async def apply(self, circuits: Sequence[Circuit]) -> None:
         require_one_to_one(circuits)
-        self._wanted = merged(self._wanted, circuits)
-        rows = [{"name": f"{a}--{b}", "a": a, "b": b} for a, b in sorted(self._wanted)]
-        await asyncio.to_thread(self._request, "PUT", {RESOURCE: {"cross-connect": rows}})
+        async with self._writing:  # a PUT replaces all: an older one must not come later
+            self._wanted = merged(self._wanted, circuits)
+            rows = [{"name": f"{a}--{b}", "a": a, "b": b} for a, b in sorted(self._wanted)]
+            await asyncio.to_thread(self._request, "PUT", {RESOURCE: {"cross-connect": rows}})
         while not set(circuits) <= await self.circuits():
             await asyncio.sleep(self._poll_s)
 

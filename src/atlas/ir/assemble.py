@@ -155,12 +155,16 @@ def _require_complete(program: Program) -> None:
 def _require_everybody(program: Program, kind: Kind) -> None:
     """If a worker does not take part in a collective that others join, they wait forever."""
     mine = program.kind == kind
-    joins = np.zeros((program.num_slots, program.num_pipelines, program.num_ranks), np.bool_)
-    joins[program.microbatch[mine], *np.divmod(program.op_worker[mine], program.num_ranks)] = True
-    expected = joins.any(axis=1 if kind == Kind.SYNC else (1, 2), keepdims=True)
+    pipeline, rank = np.divmod(program.op_worker[mine], program.num_ranks)
+    by_stage = kind == Kind.SYNC
+    num_places = program.num_stages if by_stage else program.num_ranks
+    joins = np.zeros((program.num_slots, program.num_pipelines, num_places), np.bool_)
+    joins[program.microbatch[mine], pipeline, program.stage[mine] if by_stage else rank] = True
+    expected = joins.any(axis=1 if by_stage else (1, 2), keepdims=True)
     if (absent := np.argwhere(expected & ~joins)).size:
-        iteration, c, rank = (int(v) for v in absent[0])
-        worker = program.worker_name(c * program.num_ranks + rank)
+        iteration, c, place = (int(v) for v in absent[0])
+        rank_of = program.stage_rank[place] if by_stage else place
+        worker = program.worker_name(c * program.num_ranks + rank_of)
         raise _fault(program, f"the {kind.name} of iteration {iteration} waits for {worker}, which never joins it")
 
 
@@ -257,12 +261,12 @@ def _done(program: Program) -> list[bool]:
 def _groups(program: Program) -> dict[int, int]:
     """By op that is part of a collective: a number for all parts of one."""
     found = np.flatnonzero(np.isin(program.kind, np.array(COLLECTIVES, np.int8)))
-    kinds, ranks = program.kind[found].tolist(), (program.op_worker[found] % program.num_ranks).tolist()
+    kinds, stages = program.kind[found].tolist(), program.stage[found].tolist()
     numbers: dict[tuple[int, int, int], int] = {}
-    parts = zip(found.tolist(), kinds, ranks, program.microbatch[found].tolist(), strict=True)
+    parts = zip(found.tolist(), kinds, stages, program.microbatch[found].tolist(), strict=True)
     return {
-        i: numbers.setdefault((kind, rank if kind == Kind.SYNC else -1, iteration), len(numbers))
-        for i, kind, rank, iteration in parts
+        i: numbers.setdefault((kind, stage if kind == Kind.SYNC else -1, iteration), len(numbers))
+        for i, kind, stage, iteration in parts
     }
 
 

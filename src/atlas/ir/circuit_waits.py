@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from atlas.ir.program import Ints, Kind
+from atlas.ir.circuit_phases import circuit_phases, grouped
+from atlas.ir.program import Ints
 from atlas.ir.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -19,20 +20,21 @@ def circuit_waits(timeline: Timeline, laid: Laid, awaited: Ints) -> Iterator[tup
     program = timeline.program
     place = np.full(program.num_ops, -1, np.int64)
     place[laid.order] = np.arange(program.num_ops)
-    number = np.arange(program.num_transfers).reshape(program.transfer_shape)
-    ends = [sorted((program.stage_rank[b], program.stage_rank[b + 1])) for b in range(program.num_stages - 1)]
-    for row in timeline.meta["fabric"]:
-        i = row["iteration"]
+    rows = timeline.meta["fabric"]
+    changing = {rank for row in rows for rank in row["ranks"]}
+    phases = circuit_phases(program, [rank in changing for rank in range(program.num_ranks)])
+    assert phases is not None
+    numbers: dict[tuple[object, ...], list[int]] = {}
+    for g, one in enumerate(phases.changes):
+        numbers.setdefault((one.to, one.iteration, one.ranks, one.pipeline), []).append(g)
+    transfers, ops = (grouped(by, len(phases.changes)) for by in (phases.transfer_change, phases.op_change))
+    for row in rows:
+        g = numbers[row["to"], row["iteration"], tuple(row["ranks"]), row["pipeline"]].pop(0)
         if row["to"] == "ring":
-            of_rank = program.op_worker % program.num_ranks == row["ranks"][0]
-            ops = np.flatnonzero((program.kind == Kind.SYNC) & (program.microbatch == i) & of_rank)
-            at = place[ops]
+            at = place[ops[g]]
             needed = np.full(len(at), laid.free_ns[at].max())
         else:
-            slots = slice(i * program.num_microbatches, (i + 1) * program.num_microbatches)
-            between = [b for b, ranks in enumerate(ends) if ranks == row["ranks"]]
-            through = number[:, row["pipeline"], between, slots].ravel()
-            at, needed = place[program.transfer_dst[through]], timeline.transfer_ready_ns[through]
+            at, needed = place[program.transfer_dst[transfers[g]]], timeline.transfer_ready_ns[transfers[g]]
         for k, since in zip(at.tolist(), needed.tolist(), strict=True):
             start, end = (min(max(t, int(laid.free_ns[k])), int(laid.start_ns[k])) for t in (since, row["end_ns"]))
             if start < end and awaited[k] >= 0:

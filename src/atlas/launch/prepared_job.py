@@ -177,6 +177,8 @@ def build_program(job: Job, options: TrainOptions, *, circuits: bool = False) ->
         program = with_norm(program)
     require_runnable(program)
     costs = case.costs_of(program)
+    if costs.circuits is not None and options.zero:
+        costs = replace(costs, circuits=replace(costs.circuits, until_step=True))
     # Only an emulated run changes circuits; others are predicted as they run.
     return BuiltProgram(case, program, costs if circuits else replace(costs, circuits=None))
 

@@ -23,12 +23,13 @@ from atlas.fabric.circuit_plan import circuit_plan
 from atlas.fabric.controller import Controller
 from atlas.fabric.switch import EmulatedSwitch, Switch, SwitchError
 from atlas.ir.assemble import repeated
+from atlas.ir.circuit_phases import hop_pairs
 from atlas.ir.program import Program
 from atlas.launch.worker_processes import WorkerGroup
 from atlas.runtime.circuits import RING
 from atlas.runtime.wiring import WorkerRole
 from atlas.sim import lower
-from atlas.sim.phases import hop_pairs, reconfigurations
+from atlas.sim.phases import reconfigurations
 
 DEADLINE_S = 2.0
 """Beyond three times its delay, a switch is late."""
@@ -62,7 +63,7 @@ class RailReport:
 def _changing_pairs(program: Program, costs: Costs) -> tuple[tuple[int, int], ...]:
     if costs.circuits is None or not reconfigurations(program, costs.circuits):
         return ()
-    return tuple(hop_pairs(program, costs.circuits))
+    return tuple(hop_pairs(program, costs.circuits.switches))
 
 
 class _CellRails:
@@ -81,7 +82,8 @@ class _CellRails:
         changes = [change.what for change in self.plan[: self.period]]
         self.hops = {(one.ranks, one.pipeline): k for k, one in enumerate(changes) if one.to == "hop"}
         self.rings = {one.ranks[0]: k for k, one in enumerate(changes) if one.to == "ring"}
-        self.num_inputs = {p: len(b) * program.num_microbatches for p, b in hop_pairs(program, costs.circuits).items()}
+        pairs = hop_pairs(program, costs.circuits.switches)
+        self.num_inputs = {pair: len(b) * program.num_microbatches for pair, b in pairs.items()}
         self.counts: Counter[tuple[str, int, int]] = Counter()
         delays_s = dict(zip(program.rank_dc, costs.circuits.delay_ns, strict=True))
         self.controller = Controller(

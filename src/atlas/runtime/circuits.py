@@ -4,7 +4,7 @@ circuits for it are set up, and tells the launcher what has ended on the circuit
     -> ["ask", step, rank]    it has something to send to this rank
     -> ["got", step, rank]    all that this rank sends in the step has arrived
     -> ["ready", step, RING]  it needs the ring of its own rank, for SYNC
-    -> ["done", step, RING]   its SYNC has ended
+    -> ["done", step, RING]   its SYNC has ended; with ZeRO-1, the exchange of weights too
     <- [step, rank]           the circuits to this rank, or with RING of the ring, are set up
 
 Knows ranks and steps. Which circuits these are, and when they change, the launcher knows (`launch.rails`).
@@ -96,7 +96,7 @@ class WorkerCircuits:
         return self._gate(step, RING)
 
     def summed(self, step: int) -> None:
-        """SYNC of the step has ended: nothing of the step uses circuits any more."""
+        """Nothing of the step uses circuits any more."""
         with self._lock:
             self._gates = {key: gate for key, gate in self._gates.items() if key[0] >= step}
             self._got = Counter({key: count for key, count in self._got.items() if key[0] >= step})

@@ -10,8 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from atlas.errors import ProgramError
-from atlas.ir.program import BACKWARD, FORWARD, Program
+from atlas.ir.program import BACKWARD, FORWARD, Kind, Program
 
 GRADIENTS, CONTROL, TIED, MEETING = 2, 3, 6, 7
 """Lanes beside those of activations and their gradients: gradient sums over pipelines; the norm; tied embeddings; sums
@@ -255,4 +257,10 @@ def require_runnable(program: Program) -> None:
         raise ProgramError(
             f"program {program.name!r} takes turns on the WAN with {program.num_stages} stages on {program.num_ranks} "
             "workers of a pipeline: a relay serves one boundary. Give each worker one stage"
+        )
+    sums = program.op_worker[(program.kind == Kind.SYNC) & (program.microbatch == 0)]
+    if len(sums) > len(np.unique(sums)):
+        raise ProgramError(
+            f"program {program.name!r} has several SYNC on one worker in an iteration: workers sum the gradients of "
+            "all their stages in one. Simulate it, or put one SYNC behind the last backward (with_optimizer)"
         )

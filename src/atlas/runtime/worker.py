@@ -69,9 +69,10 @@ class Worker:
     ) -> None:
         """`followers`: the other processes that share its stages, with tensor parallelism."""
         self.assignment, self.device, self.training = assignment, device, assignment.training
-        self.circuits = circuits
+        self.circuits = circuits if circuits is not None and circuits.has_ring else None
         self._on_copied = on_copied
         self.role = assignment.role
+        self._me = f"{self.role.name} ({self.role.datacenter})"
         self.program = program = self.role.program
         require_runnable(program)
         self.ops = program.ops(assignment.worker)
@@ -250,17 +251,14 @@ class Worker:
 
     # ---- the end of an iteration -------------------------------------------------------------------------------------
     def _begin_sync(self, op: Op, now: ProgramPass) -> None:
-        """Start to sum a stage's gradients over pipelines as soon as its last one is computed."""
-        gradients = self.stages[op.stage].gradients
-        if self.circuits is not None and self.circuits.has_ring:
-            return  # its circuits are those of the hops until SYNC
-        if gradients.num_added == self.program.num_microbatches:
+        """Start to sum a stage's gradients when its last one is computed, or where circuits change at SYNC."""
+        if self.circuits is None and self.stages[op.stage].gradients.num_added == self.program.num_microbatches:
             step = now.first_step + op.microbatch // self.program.num_microbatches
             self.stage_set.begin_sum(step, op.stage)
 
     def _sync(self, op: Op, index: int, now: ProgramPass) -> None:
         step, wait, moments = now.first_step + op.microbatch, self._waiter(index, now), [now.start_ns]
-        if self.circuits is not None and self.circuits.has_ring:
+        if self.circuits is not None:
             self._queue.settle()
             ring = self.circuits.ring(step)
             wait([ring])
@@ -275,7 +273,11 @@ class Worker:
             moments.append(self._join_tied(step, wait))
         work = self.stage_set.begin_norm if self._has_norm else (lambda: None)
         self._launch(op, index, now, max(moments), work)
-        if self.circuits is not None and self.circuits.has_ring:
+        self._give_back_ring(op, step)
+
+    def _give_back_ring(self, op: Op, step: int) -> None:
+        """After SYNC; with ZeRO-1 after STEP, which ends with an exchange of weights."""
+        if self.circuits is not None and (op.kind == Kind.STEP) == self.stage_set.zero:
             self._queue.settle()
             self.circuits.summed(step)
 
@@ -308,6 +310,7 @@ class Worker:
         if self.saving is not None and self.saving.is_due(num_done):
             self._require_finite(num_done)
         self._launch(op, index, now, now.start_ns, lambda: self.stage_set.step(num_done))
+        self._give_back_ring(op, num_done - 1)
         if self.saving is not None:
             self.saving.after_step(num_done)
 
@@ -373,10 +376,6 @@ class Worker:
         """The number of a microbatch over all steps of the training."""
         assert op.kind in PER_MICROBATCH
         return op.microbatch + now.first_step * self.program.num_microbatches
-
-    @property
-    def _me(self) -> str:
-        return f"{self.role.name} ({self.role.datacenter})"
 
     def _who(self, op: Op) -> str:
         return f"{op} on {self._me}"

@@ -94,7 +94,8 @@ def _begin_group(
 @njit
 def _assemble(
     ops: Ints, op_time: Ints, workers: Ints, group_ptr: Ints, group_ops: Ints, assembled: Ints, able: Ints,
-    num_able: int, gates: Ints, group_gate: Ints, frees_ptr: Ints, frees: Ints, opened: Ints, group: int,
+    num_able: int, gates: Ints, group_gate: Ints, frees_ptr: Ints, frees: Ints, completes: Ints, opened: Ints,
+    group: int,
 ) -> int:  # fmt: skip
     """One more member of a collective is ready; the last one starts it for all. Returns the new `num_able`."""
     assembled[group] += 1
@@ -105,7 +106,11 @@ def _assemble(
     for k in range(first, last):
         start = max(start, workers[ops[group_ops[k], OP_WORKER], W_FREE])
     if len(gates):
-        start = hold_group(gates, group_gate, opened, group, start)
+        asked = 0
+        for k in range(first, last):
+            if completes[group_ops[k]] != NONE:
+                asked = max(asked, op_time[completes[group_ops[k]], OP_END])
+        start = hold_group(gates, group_gate, opened, group, asked, start)
         if start == UNKNOWN:
             return num_able
     return _begin_group(
@@ -172,7 +177,7 @@ def _open(
 def _run_ahead(
     ops: Ints, op_time: Ints, transfers: Ints, times: Ints, workers: Ints, group_ptr: Ints, group_ops: Ints,
     assembled: Ints, able: Ints, num_able: int, links: Ints, free: Ints, time: Ints, events: Ints, counters: Ints,
-    gates: Ints, gated: Ints, group_gate: Ints, frees_ptr: Ints, frees: Ints, opened: Ints,
+    gates: Ints, gated: Ints, group_gate: Ints, frees_ptr: Ints, frees: Ints, completes: Ints, opened: Ints,
 ) -> None:  # fmt: skip
     """Let every worker that can do so go on until all wait for a link that has to choose."""
     while num_able or opened[0]:
@@ -216,7 +221,7 @@ def _run_ahead(
         if op < last and not workers[worker, W_WAITING]:
             num_able = _assemble(
                 ops, op_time, workers, group_ptr, group_ops, assembled, able, num_able, gates, group_gate, frees_ptr,
-                frees, opened, ops[op, OP_GROUP],
+                frees, completes, opened, ops[op, OP_GROUP],
             )  # fmt: skip
 
 
@@ -229,7 +234,8 @@ def _pass_time(
     ops: Ints, op_time: Ints, transfers: Ints, times: Ints, workers: Ints, group_ptr: Ints, group_ops: Ints,
     assembled: Ints, able: Ints, links: Ints, fluids: Floats, free: Ints, queue: Ints, left: Floats, active: Ints,
     done_at: Floats, fifo: Ints, fifo_ends: Ints, trace: Ints, rate: Floats, time: Ints, events: Ints, counters: Ints,
-    delivered: Ints, gates: Ints, gated: Ints, group_gate: Ints, frees_ptr: Ints, frees: Ints, opened: Ints,
+    delivered: Ints, gates: Ints, gated: Ints, group_gate: Ints, frees_ptr: Ints, frees: Ints, completes: Ints,
+    opened: Ints,
 ) -> None:  # fmt: skip
     num_able = len(workers)
     for worker in range(num_able):
@@ -239,7 +245,7 @@ def _pass_time(
     while True:
         _run_ahead(
             ops, op_time, transfers, times, workers, group_ptr, group_ops, assembled, able, num_able, links, free,
-            time, events, counters, gates, gated, group_gate, frees_ptr, frees, opened,
+            time, events, counters, gates, gated, group_gate, frees_ptr, frees, completes, opened,
         )  # fmt: skip
         num_able = 0
         if not counters[SIZE]:
@@ -285,7 +291,7 @@ def run(tables: Tables) -> Events:
     assembled = np.zeros(len(t.group_ptr), np.int64)
     able = np.empty(num_workers + 1, np.int64)
     rest += gate_arrays(t.gates)
-    gates = rest[-6]
+    gates = rest[-7]
     _pass_time(
         ops, op_time, transfers, times, workers, t.group_ptr, t.group_ops, assembled, able, links, *rest
     )  # fmt: skip

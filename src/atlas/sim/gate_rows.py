@@ -32,18 +32,18 @@ from atlas.sim.phases import Gates
 GT_GATE, GT_FREES_A, GT_FREES_B, GT_AT, GT_NEXT = range(5)
 
 
-def gate_arrays(gates: Gates | None) -> tuple[Ints, Ints, Ints, Ints, Ints, Ints]:
-    """gates, gated, group_gate, frees_ptr, frees, opened; all empty where no circuits change."""
+def gate_arrays(gates: Gates | None) -> tuple[Ints, Ints, Ints, Ints, Ints, Ints, Ints]:
+    """gates, gated, group_gate, frees_ptr, frees, completes, opened; all empty where no circuits change."""
     if gates is None:
         none = np.zeros(0, np.int64)
-        return np.zeros((0, 12), np.int64), np.zeros((0, 5), np.int64), none, none, none, np.zeros(1, np.int64)
+        return np.zeros((0, 12), np.int64), np.zeros((0, 5), np.int64), none, none, none, none, np.zeros(1, np.int64)
     rows = np.full((len(gates.left), 12), NONE, np.int64)
     rows[:, G_DELAY], rows[:, G_LEFT], rows[:, G_RELEASED] = gates.delay_ns, gates.left, gates.released_ns
     rows[:, G_ON_DEMAND], rows[:, G_ASKER] = gates.on_demand, gates.asker
     gated = np.full((len(gates.transfer_gate), 5), NONE, np.int64)
     gated[:, GT_GATE], gated[:, GT_FREES_A : GT_FREES_B + 1] = gates.transfer_gate, gates.transfer_frees
     opened = np.zeros(len(rows) + 1, np.int64)
-    return rows, gated, gates.group_gate, gates.group_frees_ptr, gates.group_frees, opened
+    return rows, gated, gates.group_gate, gates.group_frees_ptr, gates.group_frees, gates.completes, opened
 
 
 @njit
@@ -101,14 +101,16 @@ def hold(gates: Ints, gated: Ints, opened: Ints, transfer: int, at: int) -> int:
 
 
 @njit
-def hold_group(gates: Ints, group_gate: Ints, opened: Ints, group: int, start: int) -> int:
-    """When a collective that is ready at `start` starts; UNKNOWN where it has to wait for its gate."""
+def hold_group(gates: Ints, group_gate: Ints, opened: Ints, group: int, asked: int, start: int) -> int:
+    """When a collective that is ready at `start` starts; UNKNOWN where it has to wait for its gate. `asked`: when its
+    gradients were complete."""
     gate = group_gate[group]
     if gate == NONE:
         return start
     row = gates[gate]
-    row[G_ASKED] = start
-    settle(gates, opened, gate)
+    if row[G_END] == UNKNOWN:
+        row[G_ASKED] = asked
+        settle(gates, opened, gate)
     if row[G_END] == UNKNOWN:
         row[G_GROUP], row[G_GROUP_AT] = group, start
         return UNKNOWN

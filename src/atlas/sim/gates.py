@@ -27,6 +27,7 @@ class GateKeeper:
         self.transfer_frees, self.group_gate = gates.transfer_frees.tolist(), gates.group_gate.tolist()
         ptr, frees = gates.group_frees_ptr.tolist(), gates.group_frees.tolist()
         self.group_frees = [frees[a:b] for a, b in pairwise(ptr)]
+        self.completes = gates.completes.tolist()
         self.asked_ns = [UNKNOWN] * len(self.left)
         self.times: list[tuple[int, int]] = [(UNKNOWN, UNKNOWN)] * len(self.left)
         self.waiting: list[list[tuple[int, int]]] = [[] for _ in self.left]
@@ -59,14 +60,15 @@ class GateKeeper:
     def assembled(self, group: int, now: int) -> int:
         """The last member of a collective is ready. Returns when it may start, or UNKNOWN: it is started later."""
         gate = self.group_gate[group]
-        if gate == NONE:
-            return now
-        self.asked_ns[gate] = now
+        if gate == NONE or self.times[gate][1] != UNKNOWN:
+            return now if gate == NONE else max(now, self.times[gate][1])
+        members = self.engine.tables.group_ops[slice(*self.engine.tables.group_ptr[group : group + 2])].tolist()
+        self.asked_ns[gate] = max(self.engine.op_end[op] for member in members if (op := self.completes[member]) >= 0)
         self._settle(gate)
-        if self.times[gate][1] == UNKNOWN:
+        end: int = self.times[gate][1]
+        if end == UNKNOWN:
             self.collective[gate] = (group, now)
             return UNKNOWN
-        end: int = self.times[gate][1]
         return max(now, end)
 
     def ended(self, group: int, when: int) -> None:

@@ -139,7 +139,8 @@ def lower(program: Program, costs: Costs, jitter: SeededNoise | None = None) -> 
         )
     op_input, op_output = np.full(program.num_ops, NONE, np.int64), np.full(program.num_ops, NONE, np.int64)
     op_input[dst] = op_output[src] = np.arange(len(src))
-    op_group, group_ptr, group_ops = _groups(program)
+    exchanges = costs.circuits is not None and costs.circuits.until_step
+    op_group, group_ptr, group_ops = _groups(program, Kind.STEP if exchanges else None)
     tables = network_tables(costs, program.num_slots, program.turn)._replace(
         worker_ptr=program.worker_ptr,
         op_ns=np.ascontiguousarray(op_ns, np.int64),
@@ -225,14 +226,18 @@ def stretched(nominal_ns: Ints, factor: NDArray[np.float64]) -> Ints:
     return np.minimum(np.rint(nominal_ns * factor), MAX_NS).astype(np.int64)
 
 
-def _groups(program: Program) -> tuple[Ints, Ints, Ints]:
-    """The members of collectives: SYNC the same rank of every pipeline, NORM all workers, each once per iteration."""
+def _groups(program: Program, exchanged: Kind | None = None) -> tuple[Ints, Ints, Ints]:
+    """The members of collectives: SYNC the same stage of every pipeline, NORM all workers, each once per iteration.
+    `exchanged`: a further kind that all pipelines do together."""
     group = np.full(program.num_ops, NONE, np.int64)
-    rank = program.op_worker % program.num_ranks
-    sync, norm = program.kind == Kind.SYNC, program.kind == Kind.NORM
-    key = np.where(sync, program.microbatch * (program.num_ranks + 1) + rank, -1)
-    key = np.where(norm, program.microbatch * (program.num_ranks + 1) + program.num_ranks, key)
-    members = np.flatnonzero(sync | norm)
+    stages = program.num_stages
+    key = np.full(program.num_ops, -1, np.int64)
+    for number, kind in enumerate((Kind.SYNC, exchanged)):
+        mine = program.kind == (NONE if kind is None else kind)
+        key[mine] = (program.microbatch[mine] * 2 + number) * (stages + 1) + program.stage[mine]
+    norm = program.kind == Kind.NORM
+    key[norm] = program.microbatch[norm] * 2 * (stages + 1) + stages
+    members = np.flatnonzero(key >= 0)
     _, group[members] = np.unique(key[members], return_inverse=True)
     order = members[np.argsort(group[members], kind="stable")]
     num_groups = int(group.max(initial=NONE)) + 1
