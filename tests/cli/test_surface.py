@@ -63,6 +63,7 @@ SURFACE = {
     }
     | {"--filler", "--filler-folder", "--filler-mib"}
     | {"--dc", "--rendezvous", "--coordinator", "--listen", "--advertise", "--ports", "--reach", "--node", "--spare"}
+    | {"--switch"}
     | HOW,
     "coordinator": {"plan", "--listen", "--state"} | HOW,
     "profile": {"job", "--gpu", "--out", "--device", "--repeats", "--compile", "--no-compile", "--set"},

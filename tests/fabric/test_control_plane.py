@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
+from optical_switch import Device, running
 
 from atlas.cli import main
 from atlas.cost.table import Circuits, Costs, kind_costs, uniform_costs
@@ -127,49 +126,10 @@ def test_a_port_has_one_circuit() -> None:
 
 
 # ---- RESTCONF --------------------------------------------------------------------------------------------------------
-class Device(BaseHTTPRequestHandler):
-    """A small RESTCONF server. `mode`: ok, refuses, no-change or garbage."""
-
-    mode = "ok"
-    rows: ClassVar[list[dict[str, Any]]] = []
-    seen: ClassVar[list[str]] = []
-
-    def do_PUT(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        type(self).seen.append(self.path)
-        if self.mode == "refuses":
-            error = {"error-type": "application", "error-tag": "in-use", "error-message": "another user holds the lock"}
-            return self.answer(409, {"ietf-restconf:errors": {"error": [error]}})
-        if self.mode != "no-change":
-            type(self).rows = body[RESOURCE]["cross-connect"]
-        return self.answer(204, None)
-
-    def do_GET(self) -> None:
-        if self.mode == "garbage":
-            return self.answer(200, [1])
-        return self.answer(200, {RESOURCE: {"cross-connect": [{**row, "oper-status": "up"} for row in self.rows]}})
-
-    def answer(self, status: int, body: Any) -> None:
-        raw = b"" if body is None else json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(raw)))
-        self.end_headers()
-        self.wfile.write(raw)
-
-    def log_message(self, *args: object) -> None:
-        pass
-
-
 @pytest.fixture
 def device() -> Iterator[tuple[str, type[Device]]]:
-    kind = type("OwnDevice", (Device,), {"rows": [], "seen": [], "mode": "ok"})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), kind)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}/restconf", kind
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with running() as found:
+        yield found
 
 
 def test_restconf_replaces_the_circuits_of_the_ports(device: tuple[str, type[Device]]) -> None:

@@ -21,7 +21,7 @@ from atlas.ir.assemble import assemble, repeated, with_optimizer
 from atlas.ir.program import Kind, Layout, Op, Program
 from atlas.launch.checkpoint_folders import find_checkpoints
 from atlas.launch.emulate import Emulation, EmulationSettings, emulate
-from atlas.launch.rails import RailControl, RailSettings
+from atlas.launch.rails import RailControl, RailCosts, RailSettings
 from atlas.launch.supervisor import RestartPolicy, run_with_restarts
 from atlas.launch.worker_processes import WorkerGroup
 from atlas.runtime.assignment import stand_in
@@ -151,7 +151,7 @@ def broken(make: Callable[[], Switch], deadline_s: float | None = None) -> Atlas
     roles = all_roles(program, 1)
     workers = Recorded([role.name for role in roles])
     settings = RailSettings(make_switch=lambda dc, delay_s: make(), deadline_s=deadline_s)
-    with RailControl(workers, roles, [costs], range(2), settings) as rails:
+    with RailControl(workers, roles, [RailCosts(costs.circuits, costs.compute_ns)], range(2), settings) as rails:
         rails.begin(time.monotonic_ns())
         with pytest.raises(AtlasError) as caught:
             workers.wait_for("result", 2 * rails.deadline_s)
@@ -210,7 +210,7 @@ def test_with_a_fallback_the_circuits_stay_as_they_are_and_nothing_waits() -> No
     workers = Recorded([role.name for role in roles])
     switch = EmulatedSwitch(0.001, fault="refuses", fails_at=1)
     settings = RailSettings(fallback=True, make_switch=lambda dc, delay_s: switch)
-    with RailControl(workers, roles, [costs], range(1), settings) as rails:
+    with RailControl(workers, roles, [RailCosts(costs.circuits, costs.compute_ns)], range(1), settings) as rails:
         rails.begin(time.monotonic_ns())
         deadline = time.monotonic() + 5
         while len(workers.told) < 4 and time.monotonic() < deadline:

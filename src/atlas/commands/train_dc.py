@@ -43,6 +43,11 @@ def dc_flags(parser: argparse.ArgumentParser) -> None:
     )
     network_flags(group)
     group.add_argument("--spare", action="store_true", help="wait, and replace a host of this datacenter that is lost")
+    group.add_argument(
+        "--switch",
+        metavar="URL",
+        help="RESTCONF root of this datacenter's optical switch, such as http://HOST/restconf (emulated)",
+    )
     group_flags(group)
 
 
@@ -96,6 +101,7 @@ def run_dc(
     from atlas.launch.coordinator import RunCallbacks
     from atlas.launch.multi_dc import is_coordinator, train_here
     from atlas.launch.run_record import RunRecord
+    from atlas.launch.site_rails import EMULATED, require_switch
 
     name, local_rank = _place(args, job)
     if args.coordinator is not None and args.rendezvous is not None:
@@ -123,7 +129,9 @@ def run_dc(
         auto_replan=args.auto_replan,
         without=tuple(args.without),
         filler=options.filler,
+        switch=args.switch or EMULATED,
     )
+    require_switch(settings.switch)
     choice = watched(args, recipe.logging, job, options)
 
     def say_line(line: str) -> None:

@@ -43,16 +43,18 @@ class Controller:
         period: int = 0,
         on_done: Callable[[int], None] = lambda number: None,
         on_failed: Callable[[SwitchError], None] = lambda error: None,
+        on_kept: Callable[[SwitchError], None] = lambda error: None,
     ) -> None:
         """`period`: changes of an iteration, where iterations beyond the plan are like its last one. `on_done`: called
-        when the circuits of a change carry data; `on_failed`: with what ends the run."""
+        when the circuits of a change carry data; `on_failed`: with what ends the run; `on_kept`: with the reason why
+        the circuits stay as they are."""
         self.plan, self.switches, self.deadline_s, self.fallback = plan, switches, deadline_s, fallback
         self.failed: SwitchError | None = None
         self.num_changes = 0
         self.change_s: dict[int, tuple[float, float]] = {}
         """By change: when it began and when its circuits carried data, on the monotonic clock."""
         self._left, self._on_demand = gates.left.tolist(), gates.on_demand.tolist()
-        self._period, self._on_done, self._on_failed = period, on_done, on_failed
+        self._period, self._on_done, self._on_failed, self._on_kept = period, on_done, on_failed, on_kept
         self._states: dict[int, _State] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -120,7 +122,9 @@ class Controller:
             if not self.fallback:
                 self._fail(named)
                 return
-            self.failed = self.failed or named
+            if self.failed is None:
+                self.failed = named
+                self._on_kept(named)
         self.change_s[number] = (began, time.monotonic())
         if not state.done.done():
             state.done.set_result(None)

@@ -8,6 +8,7 @@ messages to and from them, keeps checkpoints, and ends everything when asked to,
     <- {"admit": {node: address}}  -> {"admitted": true}                workers that copy their checkpoints to here
     <- {"clock": any}              -> {"clock": ns}                     this host's, and so its workers'
     <- {"to": name, "message"}        for a worker; -> {"from": name, "message"} of one
+    <- {"rails": [name, news]}        of a worker on another host (`site_rails`)
     <- {"done": n}                    so many steps are reported (`ledger`)
     <- {"end": true}                  ends the workers
     <- {"finish": {text, code}}       and the launcher
@@ -23,12 +24,13 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from atlas.errors import START_AGAIN, AtlasError, StartAgainError, StopSignal, WorkerError
+from atlas.ir.program import Program
 from atlas.ir.text import from_text
 from atlas.launch.checkpoint_exchange import CheckpointExchange
 from atlas.launch.control_channel import Message, unpack_text
@@ -40,7 +42,8 @@ from atlas.launch.preflight import WorkerNeed, devices_for, free_bytes, layers_o
 from atlas.launch.remote_workers import BY_SCHEDULER
 from atlas.launch.rendezvous import AgentName, RendezvousClient
 from atlas.launch.run_state import ATTEMPT_BITS
-from atlas.launch.site_network import SiteNetwork
+from atlas.launch.site_network import SiteNetwork, routes_from_json
+from atlas.launch.site_rails import EMULATED, SiteRails
 from atlas.launch.site_records import SiteRecords
 from atlas.launch.worker_logs import WorkerLogs, log_folder
 from atlas.launch.worker_processes import WorkerProcesses
@@ -84,6 +87,8 @@ class AgentSettings:
     """Datacenters that are known to be lost."""
     filler: FillerChoice | None = None
     """What uses the waits of its workers."""
+    switch: str = EMULATED
+    """The RESTCONF root of the optical switch."""
 
 
 @dataclass
@@ -97,6 +102,7 @@ class _Attempt:
     exchange: CheckpointExchange | None = None
     servers: dict[str, PeerRoute] | None = None
     workers: WorkerProcesses | None = None
+    rails: SiteRails = field(default_factory=SiteRails)
     start_ns: int | None = None
     """When the workers began, on this host's clock."""
     ledger: Ledger = field(default_factory=Ledger)
@@ -181,6 +187,7 @@ class Agent:
             "admit": self._admit,
             "clock": lambda attempt, _message: self._reply(attempt, {"clock": time.monotonic_ns()}),
             "to": self._forward,
+            "rails": lambda attempt, message: attempt.rails.heard(*message["rails"]),
             "done": self._note_done,
             "end": lambda _attempt, _message: self._end(),
         }
@@ -218,7 +225,7 @@ class Agent:
         self._reply(attempt, {"begun": {**found, "folder": exchange.folder_id}})
 
     def _connect(self, attempt: _Attempt, message: Message) -> None:
-        attempt.servers = _routes(message["servers"])
+        attempt.servers = routes_from_json(message["servers"])
         if attempt.exchange is not None:
             attempt.exchange.connect(attempt.servers, message["stores"])
         self._reply(attempt, {"connected": True})
@@ -229,7 +236,7 @@ class Agent:
 
     def _admit(self, attempt: _Attempt, message: Message) -> None:
         if attempt.exchange is not None:
-            attempt.exchange.admit(_routes(message["admit"]))
+            attempt.exchange.admit(routes_from_json(message["admit"]))
         self._reply(attempt, {"admitted": True})
 
     def _forward(self, attempt: _Attempt, message: Message) -> None:
@@ -237,6 +244,7 @@ class Agent:
             return
         body = message["message"]
         attempt.start_ns = body.get("start_ns", attempt.start_ns)
+        attempt.rails.begin(attempt.start_ns)
         if "complete" in body:
             with self._sending:
                 attempt.ledger.complete(body["complete"])
@@ -263,7 +271,8 @@ class Agent:
         sums, on_loopback = wanted["sums"]
         trainings = [self._local(read(TrainingSetup, group["training"]), sums) for group in wanted["groups"]]
         texts = [unpack_text(group["program"]) for group in wanted["groups"]]
-        roles = _roles(wanted, texts)
+        programs = [from_text(text) for text in texts]
+        roles = [_role(wanted, programs, row) for row in wanted["workers"]]
         devices = devices_for(len(roles), mine.device, attempt.name.datacenter, mine.local_rank, tp=wanted["tp"])
         needs, beside = ([WorkerNeed(*need) for need in wanted[key]] for key in ("needs", "beside"))
         require_room(needs, mine.device, tp=wanted["tp"], beside=beside)
@@ -273,6 +282,9 @@ class Agent:
         save = self._save_choice(attempt, wanted, layers)
         attempt.records = SiteRecords.of(roles)
         workers = attempt.workers = WorkerProcesses(WORKER, [role.name for role in roles], self._logs(attempt))
+        rails = attempt.rails = SiteRails(wanted["rails"], programs)
+        steps, reply = range(wanted["first_step"], wanted["num_steps"]), partial(self._reply, attempt)
+        rails.start(workers, partial(_role, wanted, programs), steps, mine.switch, reply)
         attempt.forwarder = threading.Thread(
             target=self._forward_replies, args=(attempt, workers), daemon=True, name="forwarder"
         )
@@ -300,6 +312,7 @@ class Agent:
                 trusted_networks=mine.trusted_networks,
                 epoch=attempt.epoch,
                 patience_s=wanted["patience_s"],
+                circuits=rails.pairs[role.group],
                 save=save,
                 filler=None if mine.filler is None else replace(mine.filler, host=local),
             )
@@ -307,10 +320,9 @@ class Agent:
         self._reply(attempt, {"prepared": workers.pids})
 
     def _logs(self, attempt: _Attempt) -> WorkerLogs:
-        mine = self.settings
+        mine, number = self.settings, attempt.epoch % (1 << ATTEMPT_BITS)
         if mine.logs is None:
             return WorkerLogs()
-        number = attempt.epoch % (1 << ATTEMPT_BITS)
         return WorkerLogs(log_folder(mine.logs, number, mine.name.datacenter, mine.name.part))
 
     def _local(self, training: TrainingSetup, sums: SumsKind) -> TrainingSetup:
@@ -375,6 +387,7 @@ class Agent:
         if attempt is None:
             return
         workers, attempt.workers = attempt.workers, None
+        attempt.rails.close()
         if workers is not None:
             workers.close()
         if attempt.forwarder is not None:
@@ -383,18 +396,7 @@ class Agent:
             attempt.exchange.close()
 
 
-def _roles(wanted: Message, texts: Sequence[str]) -> list[WorkerRole]:
-    """Of the workers here; `texts`: the Programs of all groups of pipelines."""
-    programs, shapes = [from_text(text) for text in texts], tuple(read(GroupShape, s) for s in wanted["shapes"])
-    return [
-        WorkerRole(programs[group], worker, cell, wanted["groups"][group]["num_cells"], shapes, group)
-        for group, cell, worker in wanted["workers"]
-    ]
-
-
-def _routes(given: Mapping[str, Any]) -> dict[str, PeerRoute]:
-    """From JSON."""
-    return {
-        node: PeerRoute(None if address is None else (str(address[0]), int(address[1])), bool(dial_for))
-        for node, (address, dial_for) in given.items()
-    }
+def _role(wanted: Message, programs: Sequence[Program], row: Sequence[int]) -> WorkerRole:
+    """Of a worker, by group, cell and number. `programs`: of all groups of pipelines."""
+    (group, cell, worker), shapes = row, tuple(read(GroupShape, s) for s in wanted["shapes"])
+    return WorkerRole(programs[group], worker, cell, wanted["groups"][group]["num_cells"], shapes, group)

@@ -32,6 +32,7 @@ from atlas.launch.run_monitor import RunMonitor, RunOutcome, connect_workers, in
 from atlas.launch.run_record import RunRecord
 from atlas.launch.run_state import FinishedBeforeError, ResumePoint, RunningAttempt, StateFile
 from atlas.launch.site_network import SiteFacts, require_apart, require_connected
+from atlas.launch.site_rails import rails_message, relay_circuits, slowest_change_s
 from atlas.launch.supervisor import run_with_restarts
 from atlas.launch.train_options import TrainOptions, compiler
 from atlas.runtime.wiring import PeerLink, WorkerRole
@@ -212,6 +213,7 @@ class Coordinator:
         agent_of_worker = {role.name: owner[role.name] for role in self.prepared.roles}  # in the Program's order
         workers = RemoteWorkers(epoch, self.rendezvous, agents, agent_of_worker, self.membership.grace_s)
         workers.warn = self._say
+        relay_circuits(workers, shares)
         return workers
 
     def _monitor(self, workers: RemoteWorkers, start: ResumePoint, first_step: int) -> RunMonitor:
@@ -310,7 +312,7 @@ class Coordinator:
             "save_every": options.save_every,
             "keep": options.keep,
             "streams": 1 if options.tcp == "one" else 0,
-            "patience_s": options.patience_s,
+            "patience_s": options.patience_s + slowest_change_s(prepared),
         }
         shares = prepared.roles_by_agent([agent.name for agent in agents])
         rooms = {agent.name: self._room(agent.name, shares[agent.name], start) for agent in agents}
@@ -326,6 +328,7 @@ class Coordinator:
             own: dict[str, Any] = {"workers": [[role.group, role.cell, role.worker] for role in roles]}
             own |= {"compute_ns": pace, "needs": room.needs}
             own["beside"] = [need for mate in mates for need in mate.needs]
+            own["rails"] = rails_message(prepared, shares, agent.name)
             own |= {"copy_to": start.copies.get(agent.name.node), "sums": self._sums[agent.name.datacenter]}
             workers.send_agent(agent.name.node, {"prepare": {**common, **own}})
         pids = workers.wait_for("prepared", FETCH_S, of=workers.agents)

@@ -24,7 +24,7 @@ from atlas.ir.text import to_text
 from atlas.ir.timeline import Timeline
 from atlas.launch.paths import NodePaths, WeatherDraw, meeting_paths, paths_of
 from atlas.launch.prepared_job import PreparedGroup, divided, shapes_of
-from atlas.launch.rails import RailControl, RailReport, RailSettings
+from atlas.launch.rails import RailControl, RailCosts, RailReport, RailSettings
 from atlas.launch.report.events import OnStep
 from atlas.launch.run_monitor import RunMonitor, RunOutcome, connect_workers
 from atlas.launch.worker_logs import WorkerLogs
@@ -196,7 +196,8 @@ def _rails(workers: WorkerProcesses, roles: list[WorkerRole], costs: Costs, sett
     program, groups = roles[0].program, settings.groups
     num_steps = program.num_iterations if program.num_iterations > 1 else settings.num_steps
     steps = range(settings.first_step, settings.first_step + num_steps)
-    return RailControl(workers, roles, [g.costs for g in groups] or [costs], steps, settings.rails)
+    of_groups = [RailCosts(c.circuits, c.compute_ns) for c in [g.costs for g in groups] or [costs]]
+    return RailControl(workers, roles, of_groups, steps, settings.rails)
 
 
 def _roles(program: Program, settings: EmulationSettings) -> list[WorkerRole]:

@@ -168,7 +168,7 @@ class BuiltProgram(NamedTuple):
     costs: Costs
 
 
-def build_program(job: Job, options: TrainOptions, *, circuits: bool = False) -> BuiltProgram:
+def build_program(job: Job, options: TrainOptions) -> BuiltProgram:
     """The same for all launchers of a run, and for those who only watch it. Reads neither model nor data."""
     chosen = find_schedule(options.schedule)
     case = prepare(job, chosen, options.tcp)
@@ -179,18 +179,14 @@ def build_program(job: Job, options: TrainOptions, *, circuits: bool = False) ->
     costs = case.costs_of(program)
     if costs.circuits is not None and options.zero:
         costs = replace(costs, circuits=replace(costs.circuits, until_step=True))
-    # Only an emulated run changes circuits; others are predicted as they run.
-    return BuiltProgram(case, program, costs if circuits else replace(costs, circuits=None))
+    return BuiltProgram(case, program, costs)
 
 
-def prepare_job(
-    job: Job, options: TrainOptions, before: PreparedJob | None = None, *, circuits: bool = False
-) -> PreparedJob:
-    """`before`: the run continues its training, with the layers divided as the new job says. `circuits`: whether it
-    changes the circuits of photonic rails."""
+def prepare_job(job: Job, options: TrainOptions, before: PreparedJob | None = None) -> PreparedJob:
+    """`before`: the run continues its training, with the layers divided as the new job says."""
     if job.groups:
-        return _prepare_groups(job, options, circuits=circuits)
-    case, program, costs = build_program(job, options, circuits=circuits)
+        return _prepare_groups(job, options)
+    case, program, costs = build_program(job, options)
     if before is None:
         training = make_training(case, options, program.num_stages)
     else:
@@ -202,9 +198,9 @@ def prepare_job(
     return PreparedJob(job, program, costs, training, simulate(program, costs).iteration_ns / 1e9)
 
 
-def _prepare_groups(job: Job, options: TrainOptions, *, circuits: bool) -> PreparedJob:
+def _prepare_groups(job: Job, options: TrainOptions) -> PreparedJob:
     """Every group under the same schedule, and what the sums between them take."""
-    found = [prepare_job(part, options, circuits=circuits) for part in job.groups]
+    found = [prepare_job(part, options) for part in job.groups]
     if any(part.program.num_stages != part.program.num_ranks for part in found):
         raise ProgramError(
             f"schedule {options.schedule}: groups of pipelines that are placed differently need one stage on each "

@@ -13,22 +13,22 @@ import contextlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
-from atlas.cost.table import Costs
+from atlas.cost.table import Circuits
 from atlas.errors import AtlasError, WorkerError
-from atlas.fabric.circuit_plan import circuit_plan
+from atlas.fabric.circuit_plan import CircuitChange, circuit_plan
 from atlas.fabric.controller import Controller
 from atlas.fabric.switch import EmulatedSwitch, Switch, SwitchError
 from atlas.ir.assemble import repeated
 from atlas.ir.circuit_phases import hop_pairs
-from atlas.ir.program import Program
+from atlas.ir.program import Ints, Program
 from atlas.launch.worker_processes import WorkerGroup
 from atlas.runtime.circuits import RING
 from atlas.runtime.wiring import WorkerRole
-from atlas.sim import lower
+from atlas.sim.lower import gates_of
 from atlas.sim.phases import reconfigurations
 
 DEADLINE_S = 2.0
@@ -36,6 +36,14 @@ DEADLINE_S = 2.0
 END_S = 5.0
 MakeSwitch = Callable[[str, float], Switch]
 """By datacenter and delay, seconds."""
+
+
+class RailCosts(NamedTuple):
+    """What the control plane needs of Costs."""
+
+    circuits: Circuits | None
+    compute_ns: Ints
+    """[c, s, k]."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +55,8 @@ class RailSettings:
     make_switch: MakeSwitch = lambda dc, delay_s: EmulatedSwitch(delay_s)
     deadline_s: float | None = None
     """Of a change; None: from its delay."""
+    on_kept: Callable[[SwitchError], None] = lambda error: None
+    """Called with the reason why the circuits stay as they are, once for each cell."""
 
 
 @dataclass(frozen=True)
@@ -60,24 +70,31 @@ class RailReport:
     """With a fallback: why the circuits stayed as they were."""
 
 
-def _changing_pairs(program: Program, costs: Costs) -> tuple[tuple[int, int], ...]:
-    if costs.circuits is None or not reconfigurations(program, costs.circuits):
+def changing_pairs(program: Program, circuits: Circuits | None) -> tuple[tuple[int, int], ...]:
+    """Of ranks whose circuits change."""
+    if circuits is None or not reconfigurations(program, circuits):
         return ()
-    return tuple(hop_pairs(program, costs.circuits.switches))
+    return tuple(hop_pairs(program, circuits.switches))
+
+
+def longest_change_s(circuits: Iterable[Circuits | None]) -> float:
+    """How long a change may take at most; 0 where no circuits change."""
+    delays = [max(one.delay_ns) for one in circuits if one is not None]
+    return DEADLINE_S + 3 * max(delays) / 1e9 if delays else 0.0
 
 
 class _CellRails:
     """The circuits of one cell. Used on the controller's thread only."""
 
-    def __init__(self, roles: Sequence[WorkerRole], costs: Costs, steps: range, rails: RailControl) -> None:
+    def __init__(self, roles: Sequence[WorkerRole], costs: RailCosts, steps: range, rails: RailControl) -> None:
         program = roles[0].program
         assert costs.circuits is not None
         self.program, self.steps, self.rails = program, steps, rails
         self.names = {role.worker: role.name for role in roles}
         whole = program if program.num_iterations > 1 else repeated(program, 2)
-        gates = lower(whole, costs).gates
+        gates = gates_of(whole, costs.circuits, costs.compute_ns)
         assert gates is not None
-        self.plan, self.released_ns = circuit_plan(whole, costs.circuits), gates.released_ns.tolist()
+        self.plan, self.released_ns = self._named(circuit_plan(whole, costs.circuits)), gates.released_ns.tolist()
         self.period = len(self.plan) // whole.num_iterations
         changes = [change.what for change in self.plan[: self.period]]
         self.hops = {(one.ranks, one.pipeline): k for k, one in enumerate(changes) if one.to == "hop"}
@@ -89,13 +106,24 @@ class _CellRails:
         self.controller = Controller(
             self.plan,
             gates,
-            {dc: rails.settings.make_switch(dc, delay / 1e9) for dc, delay in delays_s.items()},
+            {dc: rails.switch(dc, delay / 1e9) for dc, delay in delays_s.items()},
             deadline_s=rails.deadline_s,
             fallback=rails.settings.fallback,
             period=self.period,
             on_done=self.opened,
             on_failed=rails.fail,
+            on_kept=rails.settings.on_kept,
         )
+
+    def _named(self, plan: list[CircuitChange]) -> list[CircuitChange]:
+        """With the ports of this cell's workers: cells share a switch."""
+        names = {self.program.worker_name(worker): name for worker, name in self.names.items()}
+
+        def port(text: str) -> str:
+            worker, _, number = text.partition("/")
+            return f"{names.get(worker, worker)}/{number}"
+
+        return [replace(change, circuits=tuple((port(a), port(b)) for a, b in change.circuits)) for change in plan]
 
     def begin(self, zero_s: float) -> None:
         """The first step begins with the rings of a step before, free since that step's SYNC."""
@@ -162,7 +190,7 @@ class RailControl:
         self,
         workers: WorkerGroup,
         roles: Sequence[WorkerRole],
-        costs: Sequence[Costs],
+        costs: Sequence[RailCosts],
         steps: range,
         settings: RailSettings,
     ) -> None:
@@ -171,11 +199,15 @@ class RailControl:
         self._roles: Mapping[str, WorkerRole] = {role.name: role for role in roles}
         self._costs, self._steps = costs, steps
         programs = {role.group: role.program for role in roles}
-        self.pairs = [_changing_pairs(programs[group], of_group) for group, of_group in enumerate(costs)]
+        self.pairs = [
+            changing_pairs(programs[group], one.circuits) if group in programs else ()
+            for group, one in enumerate(costs)
+        ]
         """By group: of ranks whose circuits change."""
-        self.deadline_s = self._deadline_s()
+        self.deadline_s = (settings.deadline_s or longest_change_s(one.circuits for one in costs)) * any(self.pairs)
         """Of a change; 0 where no circuits change."""
         self._cells: dict[tuple[int, int], _CellRails] = {}
+        self._switches: dict[str, Switch] = {}
         self._zero_ns = 0
         self._closing = False
         self._thread = threading.Thread(target=self._run, daemon=True, name="circuit controller")
@@ -186,7 +218,7 @@ class RailControl:
         self._loop = asyncio.new_event_loop()
         self._thread.start()
         asyncio.run_coroutine_threadsafe(self._make(), self._loop).result()
-        self.workers.handlers["circuits"] = self._heard
+        self.workers.handlers["circuits"] = self.heard
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -198,11 +230,11 @@ class RailControl:
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(END_S)
 
-    def _deadline_s(self) -> float:
-        if not any(self.pairs):
-            return 0.0
-        slowest_ns = max(max(one.circuits.delay_ns) for one in self._costs if one.circuits is not None)
-        return self.settings.deadline_s or DEADLINE_S + 3 * slowest_ns / 1e9
+    def switch(self, dc: str, delay_s: float) -> Switch:
+        """The switch of a datacenter, for all cells."""
+        if dc not in self._switches:
+            self._switches[dc] = self.settings.make_switch(dc, delay_s)
+        return self._switches[dc]
 
     @property
     def lead_ns(self) -> int:
@@ -232,8 +264,8 @@ class RailControl:
         """End the run with this error."""
         self.workers.fail(error)
 
-    def _heard(self, name: str, news: Sequence[Any]) -> None:
-        """On a thread that reads messages of workers."""
+    def heard(self, name: str, news: Sequence[Any]) -> None:
+        """A worker says something; on any thread."""
         with contextlib.suppress(RuntimeError):  # the controller has ended
             self._loop.call_soon_threadsafe(self._note, name, news)
 

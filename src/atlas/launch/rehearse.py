@@ -60,7 +60,7 @@ class Rehearsal:
 def rehearse(job: Job, options: TrainOptions, *, on_step: OnStep | None = None) -> Rehearsal:
     """Run the job's Program here; restart it after a failure where it is saved."""
     require_executable(job, options.filler)
-    prepared = prepare_job(job, options, circuits=True)
+    prepared = prepare_job(job, options)
     _require_small(prepared)
     needs = prepared.needs_of(prepared.roles, saves=options.checkpoints is not None)
     require_room(needs, options.device, tp=prepared.job.tp)

@@ -165,4 +165,7 @@ class RemoteWorkers(WorkerGroup):
             self._put(agent.name.node, message)
 
     def _put(self, name: str, message: dict[str, Any] | None) -> None:
+        if message is not None and (key := next((key for key in self.handlers if key in message), None)) is not None:
+            self.handlers[key](name, message[key])
+            return
         self._received.put(WorkerMessage(name, message, time.monotonic_ns()))

@@ -280,3 +280,10 @@ def _bind_error(host: str, port: int) -> str | None:
     except (OSError, UnicodeError) as error:
         return getattr(error, "strerror", None) or "no address"
     return None
+
+
+def routes_from_json(given: Mapping[str, Any]) -> dict[str, PeerRoute]:
+    return {
+        node: PeerRoute(None if address is None else (str(address[0]), int(address[1])), bool(dial_for))
+        for node, (address, dial_for) in given.items()
+    }

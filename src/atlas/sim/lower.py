@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from atlas.cost.table import MAX_NS, PRIVATE, Costs, Trace
+from atlas.cost.table import MAX_NS, PRIVATE, Circuits, Costs, Trace
 from atlas.errors import ProgramError
 from atlas.ir.program import Ints, Kind, Program
 from atlas.sim.phases import Gates, build_gates
@@ -139,8 +139,7 @@ def lower(program: Program, costs: Costs, jitter: SeededNoise | None = None) -> 
         )
     op_input, op_output = np.full(program.num_ops, NONE, np.int64), np.full(program.num_ops, NONE, np.int64)
     op_input[dst] = op_output[src] = np.arange(len(src))
-    exchanges = costs.circuits is not None and costs.circuits.until_step
-    op_group, group_ptr, group_ops = _groups(program, Kind.STEP if exchanges else None)
+    op_group, group_ptr, group_ops = _groups(program, costs.circuits)
     tables = network_tables(costs, program.num_slots, program.turn)._replace(
         worker_ptr=program.worker_ptr,
         op_ns=np.ascontiguousarray(op_ns, np.int64),
@@ -226,14 +225,22 @@ def stretched(nominal_ns: Ints, factor: NDArray[np.float64]) -> Ints:
     return np.minimum(np.rint(nominal_ns * factor), MAX_NS).astype(np.int64)
 
 
-def _groups(program: Program, exchanged: Kind | None = None) -> tuple[Ints, Ints, Ints]:
+def gates_of(program: Program, circuits: Circuits, compute_ns: Ints) -> Gates | None:
+    """The gates alone, for those who carry them out; None where no circuits change. `compute_ns`: as in Costs."""
+    op_ns = compute_ns[program.op_worker // program.num_ranks, program.stage, program.kind]
+    op_group, group_ptr, _ = _groups(program, circuits)
+    return build_gates(program, circuits, op_ns, op_group, len(group_ptr) - 1)
+
+
+def _groups(program: Program, circuits: Circuits | None) -> tuple[Ints, Ints, Ints]:
     """The members of collectives: SYNC the same stage of every pipeline, NORM all workers, each once per iteration.
-    `exchanged`: a further kind that all pipelines do together."""
+    STEP too where it exchanges weights over circuits."""
     group = np.full(program.num_ops, NONE, np.int64)
     stages = program.num_stages
     key = np.full(program.num_ops, -1, np.int64)
-    for number, kind in enumerate((Kind.SYNC, exchanged)):
-        mine = program.kind == (NONE if kind is None else kind)
+    exchanged = [Kind.STEP] if circuits is not None and circuits.until_step else []
+    for number, kind in enumerate([Kind.SYNC, *exchanged]):
+        mine = program.kind == kind
         key[mine] = (program.microbatch[mine] * 2 + number) * (stages + 1) + program.stage[mine]
     norm = program.kind == Kind.NORM
     key[norm] = program.microbatch[norm] * 2 * (stages + 1) + stages
