@@ -98,3 +98,6 @@ LLAMA_128_ON_DEMAND = {10: 2.75, 50: 5.86, 100: 10.05}
 LLAMA_128_PROVISIONED = {10: 2.44, 50: 3.45, 100: 5.31}
 """Published overheads by delay, milliseconds: per cent above the electrical network."""
 SMOKE = OpusCase(2, 2, 2, 96, 62.2416, 143_831_072_768, 17_179_869_184)
+"""8 GPUs; on demand it takes two delays longer."""
+SMOKE_PROVISIONED = {1: 0.0, 10: 8.9, 50: 48.9}
+"""Published: milliseconds longer, by delay."""
