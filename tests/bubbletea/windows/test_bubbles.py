@@ -9,7 +9,7 @@ import pytest
 
 from atlas.errors import AtlasError
 from atlas.evaluate import Result, evaluate
-from atlas.ir.analysis import bubbles
+from atlas.ir.analysis import Cause, bubbles
 from atlas.ir.timeline import Timeline
 from atlas.spec import load_job
 from bubbletea.windows.bubbles import SWITCH_NS, Forecast, pattern_of
@@ -35,6 +35,14 @@ def test_windows_and_training_fill_the_period(timeline: Timeline) -> None:
     assert int(pattern.idle_ns.sum()) + pattern.busy_ns == pattern.period_ns * pattern.num_workers
     found = bubbles(timeline)
     assert int(pattern.idle_ns.sum()) == int((found.end_ns - found.start_ns).sum())
+
+
+def test_waits_for_circuits_are_windows_too() -> None:
+    rails = [f"cluster.datacenters.{dc}.fabric={{kind: photonic, reconfigure_ms: 200}}" for dc in ("east", "west")]
+    found = evaluate(load_job("examples/tiny.yaml", rails), "1f1b").single
+    waits = bubbles(found)
+    assert (waits.cause == Cause.FABRIC).any()
+    assert int(pattern_of(found).idle_ns.sum()) == int((waits.end_ns - waits.start_ns).sum())
 
 
 def test_windows_of_a_worker_do_not_overlap_and_stay_in_the_period(timeline: Timeline) -> None:
