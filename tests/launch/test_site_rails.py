@@ -13,6 +13,8 @@ import pytest
 import yaml
 from multi_dc_runs import Run, job_text, losses_alone, run_datacenters, train_options
 
+from atlas.cli import main
+from atlas.errors import AtlasError
 from atlas.fabric.switch import SwitchError
 from atlas.launch.prepared_job import prepare_job
 from atlas.launch.site_rails import require_switch
@@ -103,6 +105,11 @@ def test_with_a_fallback_the_run_continues_and_says_why(tmp_path: Path, device: 
     assert "another user holds the lock" in said[0]
 
 
-def test_a_switch_that_is_no_address_is_refused() -> None:
-    with pytest.raises(SwitchError, match="'polatis' is not an address of a switch: write http://HOST/restconf"):
-        require_switch("polatis")
+def test_a_switch_that_cannot_be_used_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = photonic_job(tmp_path)
+    with pytest.raises(SwitchError, match="'polatis' is not an address of a switch"):
+        require_switch("polatis", job, "east")
+    with pytest.raises(AtlasError, match="west has no photonic rails"):
+        require_switch("http://switch/restconf", job, "west")
+    assert main(["train", str(tmp_path / "job.yaml"), "--emulate", "--switch", "http://switch/restconf"]) == 2
+    assert "--switch needs --dc" in capsys.readouterr().err

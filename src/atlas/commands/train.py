@@ -168,6 +168,8 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.dc is not None and args.page is not None:
         raise AtlasError("--page is for --emulate: with --dc give --timeline FILE, and draw it with `atlas view`")
+    if args.dc is None and args.switch is not None:
+        raise AtlasError("--switch needs --dc: with --emulate the switches are emulated. Leave it out")
     if args.dc is not None and args.weather_seed is not None:
         raise AtlasError("--weather-seed is for --emulate: with --dc the links are real. Leave it out")
     recipe = recipe_of(args)

@@ -131,7 +131,8 @@ def run_dc(
         filler=options.filler,
         switch=args.switch or EMULATED,
     )
-    require_switch(settings.switch)
+    if args.switch is not None:
+        require_switch(args.switch, job, args.dc)
     choice = watched(args, recipe.logging, job, options)
 
     def say_line(line: str) -> None:

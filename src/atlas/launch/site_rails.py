@@ -28,15 +28,20 @@ from atlas.launch.remote_workers import RemoteWorkers
 from atlas.launch.rendezvous import AgentName
 from atlas.launch.worker_processes import WorkerGroup, WorkerProcesses
 from atlas.runtime.wiring import WorkerRole
+from atlas.spec import Job
 
 EMULATED = "emulated"
 Shares = Mapping[AgentName, Sequence[WorkerRole]]
 
 
-def require_switch(text: str) -> None:
-    """`--switch`: SwitchError where it is no address."""
-    if text != EMULATED:
-        RestconfSwitch(text)
+def require_switch(root: str, job: Job, datacenter: str) -> None:
+    """Raise where `--switch` is no address, or the datacenter has no optical switch."""
+    RestconfSwitch(root)
+    here = [dc.fabric for dc in job.cluster.datacenters if dc.name == datacenter]
+    if here and (here[0] is None or here[0].kind != "photonic"):
+        raise AtlasError(
+            f"--switch {root}: {datacenter} has no photonic rails. Leave it out, or plan with fabric: {{kind: photonic}}"
+        )
 
 
 # ---- the coordinator's side ------------------------------------------------------------------------------------------
