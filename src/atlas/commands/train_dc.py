@@ -131,8 +131,7 @@ def run_dc(
         filler=options.filler,
         switch=args.switch or EMULATED,
     )
-    if args.switch is not None:
-        require_switch(args.switch, job, args.dc)
+    require_switch(args.switch, job, args.dc)
     choice = watched(args, recipe.logging, job, options)
 
     def say_line(line: str) -> None:

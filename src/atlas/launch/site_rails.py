@@ -34,13 +34,15 @@ EMULATED = "emulated"
 Shares = Mapping[AgentName, Sequence[WorkerRole]]
 
 
-def require_switch(root: str, job: Job, datacenter: str) -> None:
+def require_switch(root: str | None, job: Job, datacenter: str) -> None:
     """Raise where `--switch` is no address, or the datacenter has no optical switch."""
+    if root is None:
+        return
     RestconfSwitch(root)
     here = [dc.fabric for dc in job.cluster.datacenters if dc.name == datacenter]
     if here and (here[0] is None or here[0].kind != "photonic"):
         raise AtlasError(
-            f"--switch {root}: {datacenter} has no photonic rails. Leave it out, or plan with fabric: {{kind: photonic}}"
+            f"--switch {root}: {datacenter} has no photonic rails. Leave it out, or give it fabric: {{kind: photonic}}"
         )
 
 

@@ -184,7 +184,8 @@ def _circuits_s(costs: Costs, rank: int) -> float:
     found = costs.circuits
     if found is None or not found.switches[rank]:
         return 0.0
-    hidden_ns = int(costs.compute_ns[0, rank, [Kind.STEP, Kind.F]].sum()) if found.provision[rank] else 0
+    hiding = [Kind.F] if found.until_step else [Kind.STEP, Kind.F]
+    hidden_ns = int(costs.compute_ns[0, rank, hiding].sum()) if found.provision[rank] else 0
     return (found.delay_ns[rank] + max(0, found.delay_ns[rank] - hidden_ns)) / 1e9
 
 

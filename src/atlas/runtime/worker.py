@@ -276,7 +276,7 @@ class Worker:
         self._give_back_ring(op, step)
 
     def _give_back_ring(self, op: Op, step: int) -> None:
-        """After SYNC; with ZeRO-1 after STEP, which ends with an exchange of weights."""
+        """After SYNC; with ZeRO-1 after STEP, which exchanges weights, and the optimizer state for a save."""
         if self.circuits is not None and (op.kind == Kind.STEP) == self.stage_set.zero:
             self._queue.settle()
             self.circuits.summed(step)
@@ -310,9 +310,9 @@ class Worker:
         if self.saving is not None and self.saving.is_due(num_done):
             self._require_finite(num_done)
         self._launch(op, index, now, now.start_ns, lambda: self.stage_set.step(num_done))
-        self._give_back_ring(op, num_done - 1)
         if self.saving is not None:
             self.saving.after_step(num_done)
+        self._give_back_ring(op, num_done - 1)
 
     def _require_finite(self, step: int) -> None:
         """Raise before a save of a step whose loss is not finite: this worker's part of it is then never written, so no
