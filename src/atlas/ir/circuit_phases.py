@@ -163,9 +163,11 @@ class _Phases:
         program, transfers = self.program, self.through[number]
         _, pipeline, _, slot = np.unravel_index(transfers, program.transfer_shape)
         phases = [np.searchsorted(self.starts[rank], at) for rank, at in zip((a, b), self.at[number], strict=True)]
-        keys, which = np.unique(np.stack([*phases, pipeline]), axis=1, return_inverse=True)
+        sizes = (*(len(self.starts[rank]) for rank in (a, b)), program.num_pipelines)
+        keys, which = np.unique(np.ravel_multi_index((*phases, pipeline), sizes), return_inverse=True)
+        names = np.stack(np.unravel_index(keys, sizes), axis=1).tolist()
         rows: list[_Row] = []
-        for (at_a, at_b, c), mine in zip(keys.T.tolist(), grouped(which.ravel(), keys.shape[1]), strict=True):
+        for (at_a, at_b, c), mine in zip(names, grouped(which, len(keys)), strict=True):
             iteration = int(slot[mine].min()) // program.num_microbatches
             change = Reconfiguration("hop", iteration, (a, b), c, (at_a, at_b))
             rows.append(((iteration, 0, number, at_a, at_b, c), change, transfers[mine]))

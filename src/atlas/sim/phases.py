@@ -84,8 +84,9 @@ def build_gates(program: Program, circuits: Circuits, op_ns: Ints, op_group: Int
     for op, hops in phases.op_frees.items():
         freed[op_group[op]] += hops
         np.add.at(left, list(hops), 1)
+    closing_ns = _closing_ns(program, circuits, op_ns)
     for g, ranks in phases.initial.items():
-        released[g] = -min(_closing_ns(program, circuits, op_ns, rank) for rank in ranks)
+        released[g] = -min(closing_ns[rank] for rank in ranks)
     for g, users in enumerate(grouped(phases.transfer_change, num)):
         if len(users):
             asker[g] = asking_transfer(program, users)
@@ -105,13 +106,14 @@ def build_gates(program: Program, circuits: Circuits, op_ns: Ints, op_group: Int
     )
 
 
-def _closing_ns(program: Program, circuits: Circuits, op_ns: Ints, rank: int) -> int:
-    """How long the rank is busy after the last use of its ring in an iteration: NORM and STEP."""
+def _closing_ns(program: Program, circuits: Circuits, op_ns: Ints) -> list[int]:
+    """By rank: how long it is busy after the last use of its ring in an iteration, with NORM and STEP."""
     if circuits.until_step:
-        return 0
-    of_rank = (program.op_worker % program.num_ranks == rank) & (program.microbatch == 0)
-    closing = of_rank & ((program.kind == Kind.NORM) | (program.kind == Kind.STEP))
-    return int(op_ns[closing].sum()) // program.num_pipelines
+        return [0] * program.num_ranks
+    closing = np.flatnonzero(np.isin(program.kind, (Kind.NORM, Kind.STEP)) & (program.microbatch == 0))
+    total = np.zeros(program.num_ranks, np.int64)
+    np.add.at(total, program.op_worker[closing] % program.num_ranks, op_ns[closing])
+    return (total // program.num_pipelines).tolist()
 
 
 def fabric_rows(program: Program, circuits: Circuits | None, gate_ns: Ints) -> list[dict[str, object]]:
