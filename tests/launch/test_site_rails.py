@@ -67,6 +67,7 @@ def test_each_datacenter_changes_its_circuits_on_its_switch(
     assert {(row["a"], row["b"]) for row in kind.rows} == ring, "the last circuits are those of the rings"
 
 
+@pytest.mark.slow
 def test_an_emulated_switch_is_the_default(tmp_path: Path) -> None:
     job = photonic_job(tmp_path)
     run = run_datacenters(job, {dc: tmp_path / dc for dc in TWO}, replace(OPTIONS, steps=2))
