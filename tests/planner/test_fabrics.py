@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,9 +11,11 @@ from plan_jobs import job_of
 from atlas.cost.price import price
 from atlas.errors import SpecError
 from atlas.planner.fabrics import best_fabrics, energy_of, parse_kinds
+from atlas.planner.judge import as_dict
 from atlas.planner.report import front, rows
 from atlas.planner.run import make_plan
 from atlas.spec import Job, parse_job
+from atlas.view.chart import front_svg
 
 
 def powered(**dc: Any) -> Job:
@@ -23,6 +26,15 @@ def powered(**dc: Any) -> Job:
     ]
     small = job_of().model_dump(exclude_none=True, mode="json")
     return parse_job({**small, "cluster": {**small["cluster"], "datacenters": sites}, "batch": "32 sequences"})
+
+
+def test_the_front_has_no_mirror_image_that_is_faster_by_rounding() -> None:
+    planned = make_plan(powered(fabric={"kind": "photonic"}), tries=0)
+    figures = planned.winner.figures
+    mirror = replace(planned.winner, figures=replace(figures, iteration_s=figures.iteration_s * (1 - 1e-12)))
+    planned = replace(planned, rivals=(mirror, *planned.rivals))
+    shown = rows(planned)
+    assert "<svg" in front_svg(shown, [as_dict(judged) for judged in front(planned)], title="front")
 
 
 def test_a_plan_is_charged_for_its_servers_and_fabric_with_the_pue() -> None:

@@ -95,11 +95,10 @@ def notes(planned: Planned) -> list[str]:
 
 
 def front(planned: Planned) -> list[Judged]:
-    """Of all that was simulated, the Pareto-optimal plans in time and dollars, and where power or fabrics are stated in
-    joules and dollars of the fabric too. Fastest first."""
+    """Of the plans that are shown (`distinct`), the Pareto-optimal ones in time and dollars, and where power or fabrics
+    are stated in joules and dollars of the fabric too. Fastest first."""
     found: list[tuple[Judged, tuple[float, ...]]] = []
-    everything = [planned.winner, *planned.rivals]
-    for judged in sorted(everything, key=lambda j: (j.figures.iteration_s, j.figures.usd_per_iteration)):
+    for judged in sorted(distinct(planned), key=lambda j: (j.figures.iteration_s, j.figures.usd_per_iteration)):
         goals: tuple[float, ...] = (judged.figures.usd_per_iteration,)
         if (energy := energy_of(planned.job.cluster, judged)) is not None:
             goals += (energy.watts * judged.figures.iteration_s, energy.fabric_usd)
