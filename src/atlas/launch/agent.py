@@ -87,8 +87,7 @@ class AgentSettings:
     """Datacenters that are known to be lost."""
     filler: FillerChoice | None = None
     """What uses the waits of its workers."""
-    switch: str = EMULATED
-    """The RESTCONF root of the optical switch."""
+    switch: str = EMULATED  # or the RESTCONF root of the optical switch
 
 
 @dataclass
@@ -283,8 +282,7 @@ class Agent:
         attempt.records = SiteRecords.of(roles)
         workers = attempt.workers = WorkerProcesses(WORKER, [role.name for role in roles], self._logs(attempt))
         rails = attempt.rails = SiteRails(wanted["rails"], programs)
-        steps, reply = range(wanted["first_step"], wanted["num_steps"]), partial(self._reply, attempt)
-        rails.start(workers, partial(_role, wanted, programs), steps, mine.switch, reply)
+        rails.start(workers, partial(_role, wanted, programs), wanted, mine.switch, partial(self._reply, attempt))
         attempt.forwarder = threading.Thread(
             target=self._forward_replies, args=(attempt, workers), daemon=True, name="forwarder"
         )

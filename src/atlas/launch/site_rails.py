@@ -109,11 +109,12 @@ class SiteRails:
         self,
         workers: WorkerProcesses,
         role_of: Callable[[Sequence[int]], WorkerRole],
-        steps: range,
+        wanted: Message,
         switch: str,
         reply: Callable[[Message], None],
     ) -> None:
-        """Where this launcher controls: from now on workers are heard. `switch`: an address, or EMULATED."""
+        """Where this launcher controls: from now on workers are heard. `wanted`: with the steps of the attempt.
+        `switch`: an address, or EMULATED."""
         if self._known is None or not self._known["controls"]:
             return
 
@@ -127,6 +128,7 @@ class SiteRails:
         )
         roles = [role_of(row) for row in self._known["workers"]]
         group = _SiteWorkers(workers, [role.name for role in roles], reply)
+        steps = range(wanted["first_step"], wanted["num_steps"])
         self._control = RailControl(group, roles, self._costs, steps, settings)
         self._control.__enter__()
 
