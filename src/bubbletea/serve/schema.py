@@ -134,6 +134,9 @@ class _Answered(_Strict):
     return_prompt_text: Literal[False] | None = _not_here()
     return_mm_kwargs: Literal[True] | None = _not_here()
     routed_experts_prompt_start: Literal[0] | None = _not_here()
+    # vllm-router adds these two, and two more to chats, to every request.
+    no_stop_trim: Literal[False] | None = _not_here()
+    return_hidden_states: Literal[False] | None = _not_here()
 
     @model_validator(mode="after")
     def _options_are_of_a_stream(self) -> _Answered:
@@ -255,6 +258,8 @@ class ChatRequest(_Common):
     reasoning_effort: Literal["none"] | None = _not_here()
     thinking_token_budget: None = _not_here()
     include_reasoning: Literal[True] | None = _not_here()
+    separate_reasoning: Literal[True] | None = _not_here()
+    stream_reasoning: Literal[True] | None = _not_here()
     modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = _not_here()
     audio: None = _not_here()
     prediction: None = _not_here()
