@@ -87,7 +87,7 @@ class FaultyKvServer(KvServer):
     cut_bytes: int | None = None
     """Ends after so many bytes, as if it were killed."""
 
-    async def _answer(self, frame: WireFrame, writer: asyncio.StreamWriter) -> None:
+    async def _answer(self, frame: WireFrame, writer: asyncio.StreamWriter) -> Sequence[KvBlock]:
         if self.cut_bytes is not None and frame.kind == FETCH:
             for block in self.holder.blocks(WantedBlocks.of(frame.fields)):
                 fields, payload = pack_block(block)
@@ -95,10 +95,9 @@ class FaultyKvServer(KvServer):
                 break
             await writer.drain()
             writer.close()
-            return
+            return ()
         if not self.fault:
-            await super()._answer(frame, writer)
-            return
+            return await super()._answer(frame, writer)
         if self.fault == "silent":
             await asyncio.sleep(3600)
         for block in self.holder.blocks(WantedBlocks.of(frame.fields))[:2]:
@@ -109,6 +108,7 @@ class FaultyKvServer(KvServer):
             write(writer, KV, fields, payload)
         await writer.drain()
         writer.close()  # "truncated": two layers of four
+        return ()
 
 
 class FirstParts(KeptParts):
