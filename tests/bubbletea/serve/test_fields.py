@@ -279,6 +279,23 @@ def test_requests_of_a_stock_router_are_answered(service: Serving, endpoint: str
         assert post(service, endpoint, {name: True}).json()["error"]["param"] == name
 
 
+@pytest.mark.parametrize("endpoint", PATHS)
+def test_in_the_prefill_role_decoding_is_left_to_the_engine(service: Serving, endpoint: str) -> None:
+    """A router sends the whole request to the prefill engine too."""
+    of_decoding = {
+        "n": 2, "logprobs": 3 if endpoint == "completions" else True, "min_tokens": 5, "max_completion_tokens": 100,
+        "stream_options": {"include_usage": True}, "return_token_ids": True, "structured_outputs": {"choice": ["a"]},
+        "response_format": {"type": "json_object"}, "kv_transfer_params": PREFILL, "max_tokens": 1,
+    }  # fmt: skip
+    response = post(service, endpoint, ROUTER[endpoint] | of_decoding)
+    assert response.status_code == 200, response.text
+    assert response.json()["kv_transfer_params"]["do_remote_prefill"]
+    if endpoint == "chat":
+        tools = [{"type": "function", "function": {"name": "f"}}]
+        refused = post(service, endpoint, {"tools": tools, "max_tokens": 1, "kv_transfer_params": PREFILL})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools")
+
+
 @pytest.mark.parametrize(
     ("endpoint", "body", "param", "hint"),
     [

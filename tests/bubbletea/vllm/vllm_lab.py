@@ -38,6 +38,7 @@ from bubbletea.prefill.shard import Served
 
 LIBC = ctypes.CDLL(None)
 PYTHON_VARIABLE = "BUBBLETEA_VLLM_PYTHON"
+ROUTER_VARIABLE = "BUBBLETEA_ROUTER"
 SRC = Path(__file__).parents[3] / "src"
 TOKEN = "a token for tests"
 CALLER = Caller(TOKEN)
@@ -318,6 +319,23 @@ def vllm_server(
             if process.poll() is not None or time.monotonic() > until:
                 raise AssertionError(f"vLLM did not come up:\n{server.log[-4000:]}")
             time.sleep(1.0)
+        yield server
+    finally:
+        _stop(process)
+
+
+@contextlib.contextmanager
+def stock_router(prefill_url: str, decode_url: str, log_path: Path) -> Iterator[VllmServer]:
+    """vllm-router, once it passes requests on; takes the same requests as a vLLM server."""
+    server = VllmServer(closed_port(), log_path)
+    words = [os.environ[ROUTER_VARIABLE], "--vllm-pd-disaggregation", "--prefill", prefill_url, "--decode", decode_url]
+    words += ["--policy", "round_robin", "--port", str(server.port), "--prometheus-port", str(closed_port())]
+    words += ["--worker-startup-check-interval", "1", "--disable-retries"]
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(words, stdout=log, stderr=log, start_new_session=True, preexec_fn=_end_with_parent)
+    try:
+        assert within(60.0, lambda: server.is_up() or process.poll() is not None), server.log[-4000:]
+        assert process.poll() is None, server.log[-4000:]
         yield server
     finally:
         _stop(process)
