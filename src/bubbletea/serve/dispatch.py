@@ -39,6 +39,9 @@ SECOND = 1_000_000_000
 NEVER_DUE = 2**62
 LATE_NS = 50_000_000
 """A prefill this far behind its plan is placed again."""
+STUCK_S, STUCK_PERIODS = 1.0, 3
+"""A prefill that is due and makes no progress for this long moves to another lane: the waits of a worker may be too
+short or too uncertain for it, and those of another one not."""
 MAX_FAILURES = 4
 LANE_S = 60.0
 """An admitted prefill that has waited this long for a lane is handed back."""
@@ -219,6 +222,19 @@ class Dispatcher:
         else:
             self.planner.again(run.request.id, now_ns)
 
+    def _is_stuck(self, run: _PrefillRun, now_ns: int, stuck_s: float) -> bool:
+        """Prefill is allowed, and there are other lanes."""
+        period_s = self.planner.forecast.period_ns / SECOND
+        may_run = self.limit is None or self.limit.allowed > 0
+        is_late = bool(run.sent) and run.expected_ns + LATE_NS < now_ns
+        return is_late and may_run and self.planner.num_lanes > 1 and stuck_s > STUCK_S + STUCK_PERIODS * period_s
+
+    def _move(self, run: _PrefillRun) -> None:
+        log.info("prefill %d, attempt %d, moves to another lane: it made no progress", run.job, run.attempt)
+        self._recall(run)
+        run.since_ns = time.monotonic_ns()
+        self.planner.again(run.request.id, run.since_ns, elsewhere=True)
+
     def _hand_back(self, run: _PrefillRun, why: str) -> None:
         if not run.future.done():
             self.metrics.handed_back()
@@ -369,6 +385,8 @@ class Dispatcher:
             self._hand_back(run, f"no worker has had room for it for {self.lane_s:g} s")
         elif run.sent and stuck_s > self.patience_s + 2 * self.planner.forecast.period_ns / SECOND:
             self._again(run, f"it made no progress in {stuck_s:.0f} s")
+        elif self._is_stuck(run, now_ns, stuck_s):
+            self._move(run)
         elif run.sent and run.expected_ns + LATE_NS < now_ns:
             done = min(run.parcel.num_complete, run.request.prompt_tokens - 1)  # all but the logits
             self._follow(self.planner.late(run.request.id, done, now_ns))

@@ -29,6 +29,7 @@ from bubbletea.admit.decide import (
     withdraw,
 )
 from bubbletea.admit.fair import TenantShares
+from bubbletea.admit.fit import FREE
 from bubbletea.admit.records import AdmissionRefusal, Placement, PrefillLane, PrefillRequest
 from bubbletea.admit.state import State, urgency
 from bubbletea.costs import PrefillCosts, measured
@@ -76,6 +77,8 @@ class Planner:
         self._admitted: dict[str, PrefillRequest] = {}
         self._waiting: dict[str, PrefillRequest] = {}
         """Admitted requests that no lane can take now."""
+        self._avoided: dict[str, tuple[int, ...]] = {}
+        """By request: the workers of a lane that made no progress with it."""
         self._moved: set[str] = set()
         """Requests placed again since the last `advance`."""
         self._retry_ns = self._halved_ns = 0
@@ -200,12 +203,16 @@ class Planner:
     def cancel(self, request_id: str, now_ns: int) -> None:
         """Removes a request whose tasks were cancelled on the workers; its windows are free at once."""
         self.postponed.remove(request_id)
+        self._avoided.pop(request_id, None)
         if self._admitted.pop(request_id, None) is not None:
             self._take_out(request_id, now_ns)
 
-    def again(self, request_id: str, now_ns: int) -> None:
-        """Its worker was lost: it is placed again as an online request as soon as there is a lane."""
-        request = self._admitted[request_id]
+    def again(self, request_id: str, now_ns: int, *, elsewhere: bool = False) -> None:
+        """Its worker was lost: it is placed again as an online request as soon as there is a lane. `elsewhere`: on
+        another lane than before, if there is one."""
+        request, state = self._admitted[request_id], self._state
+        if elsewhere and state is not None and request_id in state.lane_of:
+            self._avoided[request_id] = state.lanes[state.lane_of[request_id]].workers
         self._take_out(request_id, now_ns)
         self.postponed.remove(request_id)
         deadline_ns = request.deadline_ns or now_ns + AGAIN_NS
@@ -308,6 +315,10 @@ class Planner:
 
     def _restore(self, state: State, request: PrefillRequest, now_ns: int, lane: int | None = None) -> None:
         self._waiting.pop(request.id, None)
+        avoided = self._avoided.pop(request.id, ())
+        others = [other.index for other in state.lanes if other.workers != avoided]
+        if avoided and lane is None and others:
+            lane = min(others, key=lambda index: (int(state.tracks[index, FREE, 0]), index))
         if restore(state, request, now_ns, lane) is not None:
             self._moved.add(request.id)
             return
