@@ -5,7 +5,8 @@ what happens to hand-offs that fail.
 
 - Four workers (processes) have 8 layers each of a prompt with the keys and values of Llama-3-8B (128 KiB a token). An
   engine fetches all parts at once, as the vLLM connector does. The same bytes through one process, as before workers
-  listened themselves (lab/one_process.py), in turns. The bar: 2.5 times as fast from workers to engine.
+  listened themselves (lab/one_process.py), in turns. The bar: 2.5 times as fast from workers to engine. Where the
+  package nixl is installed, the same fetch by NIXL.
 - A service with a lane of four workers hands over prompts of 1,000 tokens: bytes between service and workers per token.
   The bar: 1 KiB.
 - 200 hand-offs of which a worker is killed in the fetch, the lease has expired, the seal or the layers are wrong: all
@@ -45,6 +46,7 @@ from bubbletea.handoff.fetch import Caller
 from bubbletea.handoff.remote_parts import RemotePart, Ticket
 from bubbletea.kv_blocks import KvBlock
 from bubbletea.kv_server import KvServer, KvServerThread
+from bubbletea.nixl_plane import is_installed
 from bubbletea.prefill.kept_parts import KeptParts
 from bubbletea.vllm.fetching import WantedTokens, fetch
 from bubbletea.vllm.loader import KvLoad
@@ -57,11 +59,15 @@ BLOCK_TOKENS = 16
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="shorter prompts, fewer turns, 40 faults")
-    quick = parser.parse_args().quick
-    lines = Lines()
-    _rates(lines, num_tokens=1024 if quick else 4096, turns=3 if quick else 7)
-    _bytes_through_the_service(lines, num_prompts=3 if quick else 10)
-    _faults(lines, 40 if quick else 200)
+    parser.add_argument("--part", choices=("rates", "bytes", "faults"), help="only this part")
+    args = parser.parse_args()
+    quick, lines = args.quick, Lines()
+    if args.part in (None, "rates"):
+        _rates(lines, num_tokens=1024 if quick else 4096, turns=3 if quick else 7)
+    if args.part in (None, "bytes"):
+        _bytes_through_the_service(lines, num_prompts=3 if quick else 10)
+    if args.part in (None, "faults"):
+        _faults(lines, 40 if quick else 200)
     return lines.table()
 
 
@@ -141,16 +147,25 @@ def _rates(lines: Lines, num_tokens: int, turns: int) -> None:
             before = get_all(one, (2, HEADS, num_tokens, WIDTH))
             got = time.perf_counter()
             spans = fetch(load, wanted, CALLER, 60.0)
-            times = {"to it": put - began, "one process": got - put, "parts": time.perf_counter() - got}
+            fetched = time.perf_counter()
+            times = {"to it": put - began, "one process": got - put, "parts": fetched - got}
+            if is_installed():
+                read = fetch(load, wanted, replace(CALLER, by_nixl=True), 60.0)
+                times["by NIXL"] = time.perf_counter() - fetched
+                assert all(torch.equal(a.kv, b.kv) for a, b in zip(spans, read, strict=True))
+                del read
             assert sum(span.kv.numel() for span in spans) * 2 == num_bytes
             assert all(
                 torch.equal(span.kv, before[span.layer][:, :, span.offset : span.offset + span.kv.shape[2]])
                 for span in spans
             ), "both ways give the same bytes"
             for name, value in times.items():
-                seconds[name] += [value] if turn else []
+                seconds.setdefault(name, []).extend([value] if turn else [])
     parts_s, one_s, put_s = (statistics.median(seconds[name]) for name in ("parts", "one process", "to it"))
     lines.add("fetch from four workers", num_bytes / parts_s / 1e6, "MB/s", "", None)
+    if "by NIXL" in seconds:
+        by_nixl = num_bytes / statistics.median(seconds["by NIXL"]) / 1e6
+        lines.add("fetch from four workers by NIXL", by_nixl, "MB/s", "", None)
     lines.add("fetch from one process, as before", num_bytes / one_s / 1e6, "MB/s", "", None)
     lines.add("from workers through one process, as before", num_bytes / (put_s + one_s) / 1e6, "MB/s", "", None)
     lines.add("fetch rate, from four workers / from one process", one_s / parts_s, "x", "", None)

@@ -1,22 +1,32 @@
 """Callers that never prove who they are, on every port that a service and a run listen on: idle connections, headers
-that announce 1 GiB, and garbage. How much memory they cost, and whether the service still answers.
+that announce 1 GiB, and garbage. How much memory they cost, whether training becomes slower, and whether the service
+still answers.
 
     python bench/hostile_ports.py [--quick]
 
 Starts `bubbletea serve` and `atlas train --emulate --filler bubbletea` on this machine, finds their ports, and visits
 one after the other: 2,000 idle connections (quick: 400), and beside them 20 callers that announce 1 GiB and send until
-they are disconnected, at most 64 MiB, and 20 that send random bytes. The bar: no process grows by more than 50 MB, and
-the service answers afterwards (200, or a refusal with its reason on a host that is too busy for training and prefill).
+they are disconnected, at most 64 MiB, and 20 that send random bytes. The callers are a process of their own with the
+lowest priority, since they share this machine. Visits and times without callers take turns; training writes down every
+iteration.
+
+The bars: no process grows by more than 50 MB; the median iteration during visits is within the spread of the times
+without callers; the service answers afterwards (200, or a refusal with its reason on a host that is too busy for
+training and prefill).
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
+import multiprocessing
+import os
 import random
 import re
 import resource
 import socket
+import statistics
 import struct
 import subprocess
 import sys
@@ -37,6 +47,9 @@ ROOT = Path(__file__).parents[1]
 JOB = ("examples/tiny.yaml", "--set", "pipelines_per_cell=1")
 MIB, GIB = 1 << 20, 1 << 30
 START_S = 120.0
+TURNS, QUIET_S = 3, 10.0
+LEAST_SPREAD = 0.005
+"""Turns without callers may agree by chance."""
 EMULATOR = "atlas.wan.emulator"
 """The network between the datacenters of an emulated run: it forwards whatever comes, as cables do."""
 LISTENS = "0A"
@@ -51,27 +64,57 @@ def main() -> int:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     lines = Lines()
     with tempfile.TemporaryDirectory(prefix="hostile-ports-") as name, _started(Path(name)) as (url, roots):
-        ports = {port: pid for pid in _tree(roots) for port in _ports(pid)}
+        steps = Path(name) / "steps.jsonl"
+        ports = sorted({port for pid in _tree(roots) for port in _ports(pid)})
         lines.at_least("listening ports that were visited", len(ports), "", 5)
-        before_s = _iteration_s(url)
+        times = {"alone": [_iterations_s(steps, QUIET_S)], "visited": list[list[float]]()}
         with _Sizes(_tree(roots)) as sizes:
-            for port in sorted(ports):
-                _visit(port, num_idle)
-        after_s = _iteration_s(url)
-        ours = {pid: name for pid, name in sizes.names.items() if EMULATOR not in name}
-        worst = max(ours, key=lambda pid: sizes.grown[pid])
-        lines.at_most("largest growth of a process", sizes.grown[worst] / 1e6, "MB", 50, what=ours[worst])
-        network = max((sizes.grown[pid] for pid in sizes.names if pid not in ours), default=0)
-        lines.add("growth of the emulated network", network / 1e6, "MB", "", None)
-        lines.add("mean iteration of training, 5 s before", before_s * 1e3, "ms", "", None)
-        lines.add("mean iteration of training, 5 s after", after_s * 1e3, "ms", "", None)
+            for turn in range(TURNS):
+                first = len(_lengths_s(steps))
+                _visit_all(ports[turn::TURNS], num_idle)
+                times["visited"].append(_lengths_s(steps)[first:])
+                times["alone"].append(_iterations_s(steps, QUIET_S))
+        _report_sizes(lines, sizes)
+        _report_times(lines, times)
         ask = {"model": "tiny", "prompt": "Tell me", "max_tokens": 4}
         status = httpx.post(f"{url}/v1/completions", json=ask, timeout=60).status_code
         lines.add("status of a request afterwards", status, "", "200, 429 or 503", status in (200, 429, 503))
     return lines.table()
 
 
+def _report_sizes(lines: Lines, sizes: _Sizes) -> None:
+    ours = {pid: name for pid, name in sizes.names.items() if EMULATOR not in name}
+    worst = max(ours, key=lambda pid: sizes.grown[pid])
+    lines.at_most("largest growth of a process", sizes.grown[worst] / 1e6, "MB", 50, what=ours[worst])
+    network = max((sizes.grown[pid] for pid in sizes.names if pid not in ours), default=0)
+    lines.add("growth of the emulated network", network / 1e6, "MB", "", None)
+
+
+def _report_times(lines: Lines, times: dict[str, list[list[float]]]) -> None:
+    alone = [statistics.median(turn) for turn in times["alone"] if turn]
+    visited = [s for turn in times["visited"] for s in turn]
+    base_s, spread = statistics.median(alone), max(alone) / min(alone) - 1
+    lines.add("iteration of training without callers", base_s * 1e3, "ms", "", None)
+    lines.add("its largest turn over its smallest", 100 * spread, "%", "", None)
+    lines.add("iterations during visits", len(visited), "", "", None)
+    longer = statistics.median(visited) / base_s - 1
+    lines.at_most("iteration during visits, longer by", 100 * longer, "%", 100 * max(spread, LEAST_SPREAD))
+
+
 # ---- the callers -------------------------------------------------------------------------------------------------
+def _visit_all(ports: list[int], num_idle: int) -> None:
+    """In a process of its own, which runs only when nobody else wants to."""
+
+    def visit() -> None:
+        os.nice(19)
+        for port in ports:
+            _visit(port, num_idle)
+
+    caller = multiprocessing.get_context("fork").Process(target=visit)
+    caller.start()
+    caller.join()
+
+
 def _visit(port: int, num_idle: int) -> None:
     with ExitStack() as idle:
         for _ in range(num_idle):
@@ -109,6 +152,7 @@ def _started(folder: Path) -> Iterator[tuple[str, list[int]]]:
     serve = [sys.executable, "-m", "bubbletea.cli", "serve", *JOB, "--port", "0", "--name", "tiny"]
     train = [sys.executable, "-m", "atlas.cli", "train", *JOB, "--emulate", "--steps", "1000000"]
     train += ["--filler", "bubbletea", "--filler-folder", str(folder / "meet"), "--runs", str(folder / "run")]
+    train += ["--log", str(folder / "steps.jsonl"), "--no-bar"]
     log = (folder / "train.log").open("wb")
     with ExitStack() as stack:
         service = _run([*serve, "--folder", str(folder / "meet")], subprocess.PIPE, stack)
@@ -183,18 +227,16 @@ def _resident(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def _iteration_s(url: str) -> float:
-    """The mean of the iterations of training of five seconds."""
+def _lengths_s(steps: Path) -> list[float]:
+    """Of all iterations so far."""
+    return [json.loads(line)["iteration_s"] for line in steps.read_text().splitlines() if line.endswith("}")]
 
-    def read() -> tuple[float, float]:
-        text = httpx.get(f"{url}/metrics", timeout=30).text
-        found = [re.search(rf"bubbletea:training_iteration_seconds_{name}\S* (\S+)", text) for name in ("sum", "count")]
-        return tuple(0.0 if one is None else float(one[1]) for one in found)  # type: ignore[return-value]
 
-    first = read()
-    time.sleep(5.0)
-    last = read()
-    return (last[0] - first[0]) / max(1.0, last[1] - first[1])
+def _iterations_s(steps: Path, seconds: float) -> list[float]:
+    """Those of the next seconds."""
+    first = len(_lengths_s(steps))
+    time.sleep(seconds)
+    return _lengths_s(steps)[first:]
 
 
 if __name__ == "__main__":

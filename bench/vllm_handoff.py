@@ -1,30 +1,38 @@
 """Hand-off to an unmodified vLLM server on the CPU: equal tokens, and the time it saves.
 
     BUBBLETEA_VLLM_PYTHON=/path/to/vllm-env/bin/python python bench/vllm_handoff.py [--dtypes float32,bfloat16]
+    ... --faults 200
 
 Twenty prompts of 129 to 1,000 tokens, 24 greedy tokens each, with and without the hand-off, in one server per dtype. In
 bfloat16 two correct engines already disagree on a random model's tokens, so there the figure is the distance of the
 first token's log-probabilities from vLLM's own: handed over, from our own prefill, and with corrupted keys. Exits with
 77 if no vLLM is named.
+
+`--faults N`: only N hand-offs of which a worker is killed in the fetch, the lease has expired, the seal or the layers
+are wrong. vLLM must compute them itself: the same tokens, and one warning each.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import random
 import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "bubbletea" / "vllm"))
+import fault_cases
 from common.report import not_measured
 from lab.lines import Lines
 from vllm_lab import (
+    BLOCK,
     PYTHON_VARIABLE,
     TINY,
     TOKEN,
@@ -34,6 +42,7 @@ from vllm_lab import (
     make_prompts,
     transfer_config,
     vllm_server,
+    within,
 )
 
 from atlas.runtime.models import generate
@@ -41,35 +50,66 @@ from atlas.runtime.models import generate
 LENGTHS = [129, 130, 200, 255, 256, 257, 300, 383, 384, 385, 400, 511, 512, 513, 600, 700, 777, 896, 950, 1000]
 NUM_TOKENS = 24
 LONG = 1900
+WARNING = "BubbleTea: "
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtypes", default="float32,bfloat16", metavar="A,B", help="default: float32,bfloat16")
-    dtypes = parser.parse_args().dtypes.split(",")
+    parser.add_argument("--faults", type=int, metavar="N", help="only N failing hand-offs, in float32")
+    args = parser.parse_args()
+    dtypes = args.dtypes.split(",") if args.faults is None else ["float32"]
     python = os.environ.get(PYTHON_VARIABLE)
     if python is None:
         return not_measured("vllm_handoff", f"set {PYTHON_VARIABLE} to a Python that has vllm (docs/vllm.md)")
     lines = Lines()
     for dtype in dtypes:
         with tempfile.TemporaryDirectory(prefix="vllm-handoff-") as name:
-            _measure(lines, python, Path(name), dtype)
+            _measure(lines, python, Path(name), dtype, args.faults)
     return lines.table()
 
 
-def _measure(lines: Lines, python: str, work: Path, dtype: str) -> None:
+def _measure(lines: Lines, python: str, work: Path, dtype: str, num_faults: int | None) -> None:
     (work / "token").write_text(TOKEN)
     folder = make_model(work / "model", dtype=getattr(torch, dtype))
     options = ["--kv-transfer-config", transfer_config(work / "token"), "--max-logprobs", str(TINY.vocabulary)]
     began = time.monotonic()
     with (
-        Prefiller(folder, dtype) as prefiller,
+        Prefiller(folder, dtype, split=(1, 2, 1)) as prefiller,
         vllm_server(python, folder, work / "log", *options, dtype=dtype) as server,
     ):
         lines.add(f"{dtype}: server up", time.monotonic() - began, "s", "", None)
+        if num_faults is not None:
+            _faults(lines, server, prefiller, num_faults)
+            return
         _tokens(lines, server, prefiller, dtype)
         _distances(lines, server, prefiller, dtype)
         _times(lines, server, prefiller, dtype)
+
+
+def _faults(lines: Lines, server: VllmServer, prefiller: Prefiller, count: int) -> None:
+    counts = Counter[str]()
+    for number in range(count):
+        draw = random.Random(number)
+        prompt = [draw.randrange(TINY.vocabulary) for _ in range(draw.randrange(BLOCK + 1, 6 * BLOCK))]
+        kind, num_tokens = draw.choice(list(fault_cases.FAULTS)), 8
+        plain = server.complete(prompt, num_tokens, f"fault, plain {number}")
+        params = prefiller.prefill(prompt, f"fault {number}", chunk=draw.choice((50, 96, 256)))
+        params = fault_cases.FAULTS[kind](prefiller, params, prompt, draw)
+        before = server.log.count(WARNING)
+        handed = server.complete(prompt, num_tokens, f"fault, handed {number}", params)
+        prefiller.cut_after(None)
+        prefiller.release(f"fault {number}")
+        counts[kind] += 1
+        counts[f"{kind}, right"] += handed == plain
+        counts[f"{kind}, one warning"] += within(5.0, lambda: server.log.count(WARNING) > before) and (  # noqa: B023
+            server.log.count(WARNING) == before + 1
+        )
+    for kind in fault_cases.FAULTS:
+        for what in ("right", "one warning"):
+            found, whole = counts[f"{kind}, {what}"], counts[kind]
+            name = "same tokens" if what == "right" else what
+            lines.add(f"{kind}: recomputed by vLLM, {name}", found, f"of {whole}", "all", found == whole)
 
 
 def _tokens(lines: Lines, server: VllmServer, prefiller: Prefiller, dtype: str) -> None:

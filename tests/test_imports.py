@@ -49,11 +49,14 @@ BUBBLETEA_MAY_IMPORT = {
     "flags": {"atlas.console"},
     "model_identity": set(),
     "kv_blocks": {"frames"},
-    "kv_server": {"frames", "kv_blocks"},
+    "nixl_plane": set(),
+    "kv_server": {"frames", "kv_blocks", "nixl_plane"},
     "windows": {"atlas.ir", "atlas.spec", "atlas.cost"},
     "admit": {"atlas.ir", "costs", "windows"},
     "prefill": {"atlas.wan", "atlas.runtime", "costs", "frames", "kv_blocks", "kv_server", "model_identity"},
-    "handoff": {"atlas.runtime", "atlas.wan", "frames", "kv_blocks", "kv_server", "model_identity", "prefill"},
+    "handoff": {
+        *("atlas.runtime", "atlas.wan", "frames", "kv_blocks", "kv_server", "model_identity", "nixl_plane", "prefill")
+    },
     "serve": {
         *("atlas.ir", "atlas.spec", "atlas.cost", "atlas.sim", "atlas.evaluate", "atlas.runtime", "atlas.launch"),
         *("atlas.console", "atlas.wan", "atlas.ui"),
@@ -63,7 +66,7 @@ BUBBLETEA_MAY_IMPORT = {
         *("atlas.ir", "atlas.spec", "atlas.cost", "atlas.sim", "atlas.evaluate", "atlas.view", "atlas.console"),
         *("costs", "flags", "windows", "admit"),
     },
-    "vllm": {"frames", "kv_blocks", "model_identity", "handoff"},
+    "vllm": {"frames", "kv_blocks", "model_identity", "nixl_plane", "handoff"},
     "bench": {"atlas.console"},
     "cli": {"atlas.cli"},
 }

@@ -22,9 +22,11 @@ from torch import Tensor
 from atlas.errors import WorkerError
 from bubbletea.frames import Payload, WireFrame
 
-KV, FETCH, END, GONE, RELEASE = 16, 17, 18, 19, 20
+KV, FETCH, END, GONE, RELEASE, PLACES, PLACE, READ = range(16, 24)
 """Kinds of frames. A decode engine sends FETCH {ticket, start, stop, layers, heads} to every worker that has a part,
-and receives KV ... and END {blocks}, or GONE {why}; after RELEASE {ticket}, sent to the service, it may be dropped."""
+and receives KV ... and END {blocks}, or GONE {why}; after RELEASE {ticket}, sent to the service, it may be dropped. To
+FETCH with {plane: "nixl"} a worker may answer PLACES {} (NIXL's description of its memory), PLACE ... (a KV frame with
+{address, bytes} instead of its payload) and END; the engine sends READ {} when it has read them."""
 VERSION = 2
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}

@@ -20,7 +20,8 @@ from typing import Any, Protocol
 
 from atlas.errors import AtlasError, WorkerError
 from bubbletea.frames import FrameServer, OlderReleaseError, WireFrame, pack_first, receive_async, send, write
-from bubbletea.kv_blocks import END, FETCH, GONE, KV, RELEASE, KvBlock, pack_block
+from bubbletea.kv_blocks import END, FETCH, GONE, KV, PLACE, PLACES, READ, RELEASE, KvBlock, pack_block
+from bubbletea.nixl_plane import is_installed, offer
 
 IDLE_S = 120.0
 """A connection without a fetch for this long is closed."""
@@ -45,6 +46,8 @@ class WantedBlocks:
     """Empty: all that are there."""
     heads: tuple[int, int] | None = None
     """The first, and the one after the last; None: all."""
+    by_nixl: bool = False
+    """The engine can read them by NIXL."""
 
     @classmethod
     def of(cls, fields: dict[str, Any]) -> WantedBlocks:
@@ -56,6 +59,7 @@ class WantedBlocks:
                 int(fields["stop"]),
                 tuple(int(i) for i in fields.get("layers") or ()),
                 None if heads is None else (int(heads[0]), int(heads[1])),
+                fields.get("plane") == "nixl",
             )
         except (KeyError, IndexError, TypeError, ValueError, OverflowError):
             raise WorkerError("a FETCH without valid numbers") from None
@@ -99,6 +103,8 @@ class KvServer(FrameServer):
     ) -> None:
         super().__init__(token, context)
         self.holder, self.on_fetched = holder, on_fetched
+        self.nixl_unencrypted = False
+        """NIXL may be used although this connection is encrypted."""
         self.address: tuple[str, int] = ("", 0)
 
     async def start(self, host: str, port: int) -> None:
@@ -118,12 +124,15 @@ class KvServer(FrameServer):
                 writer.write(pack_first(GONE, {"why": UPDATE}))
                 await writer.drain()
                 return
-            await self._answer(frame, writer)
+            blocks = await self._answer(frame, writer)
+            if blocks:
+                await self._offer(blocks, reader, writer)
 
-    async def _answer(self, frame: WireFrame, writer: asyncio.StreamWriter) -> None:
+    async def _answer(self, frame: WireFrame, writer: asyncio.StreamWriter) -> Sequence[KvBlock]:
+        """Blocks that remain to be offered by NIXL."""
         if frame.kind == RELEASE:
             self.holder.release(str(frame.fields.get("ticket", "")))
-            return
+            return ()
         if frame.kind != FETCH:
             raise WorkerError(f"a frame of kind {frame.kind} from a decode engine")
         wanted = WantedBlocks.of(frame.fields)
@@ -132,11 +141,34 @@ class KvServer(FrameServer):
         except LookupError as gone:
             write(writer, GONE, {"why": str(gone.args[0])})
             await writer.drain()
-            return
+            return ()
+        if wanted.by_nixl and is_installed() and (self.context is None or self.nixl_unencrypted):
+            return blocks
         await self._send(writer, blocks)
         write(writer, END, {"blocks": len(blocks)})
         await writer.drain()
         self.on_fetched(wanted.ticket, len(blocks))
+        return ()
+
+    async def _offer(
+        self, blocks: Sequence[KvBlock], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Names the memory of the blocks, and keeps it until the engine has read them or is gone."""
+        packed = await asyncio.to_thread(lambda: [pack_block(block) for block in blocks])
+        offered = await asyncio.to_thread(offer, [memoryview(payload) for _, payload in packed])
+        try:
+            write(writer, PLACES, {}, offered.about)
+            for (fields, _), (address, size) in zip(packed, offered.spans, strict=True):
+                write(writer, PLACE, fields | {"address": address, "bytes": size})
+            write(writer, END, {"blocks": len(packed)})
+            await writer.drain()
+            async with asyncio.timeout(SEND_S):
+                frame = await receive_async(reader, max_payload=0)
+        finally:
+            await asyncio.to_thread(offered.close)
+        if frame.kind != READ:
+            raise WorkerError(f"a frame of kind {frame.kind} where READ is expected")
+        self.on_fetched(blocks[0].ticket, len(packed))
 
     async def _send(self, writer: asyncio.StreamWriter, blocks: Sequence[KvBlock]) -> None:
         if self.context is not None:

@@ -23,7 +23,7 @@ from bubbletea.admit import fit
 from bubbletea.admit.aims import PLENTY, RETRY_NS
 from bubbletea.admit.fit import FREE
 from bubbletea.admit.queue import QueueCut, again, again_at_any_cost, cut_at, cut_for
-from bubbletea.admit.records import AdmissionRefusal, Placement, PrefillRequest
+from bubbletea.admit.records import AdmissionRefusal, Placement, PrefillRequest, Reason
 from bubbletea.admit.state import QueueEntry, State, TokenRange, urgency
 
 TRIED = 3
@@ -53,9 +53,10 @@ class Trial(NamedTuple):
 
 
 # ---- requests ----------------------------------------------------------------------------------------------------
-def admit(state: State, request: PrefillRequest, now_ns: int) -> Placement | AdmissionRefusal | None:
+def admit(state: State, request: PrefillRequest, now_ns: int, kept_ns: int = 0) -> Placement | AdmissionRefusal | None:
     """Place an online request or refuse it at once. None: it is offline and joined the backlog, or it may be late and
-    was postponed."""
+    was postponed. `kept_ns`: time of the lanes that is kept for refused requests until they come back; a request that
+    would wait, waits behind them."""
     refusal = refused_by_length(state, request)
     if refusal is not None:
         return refusal
@@ -65,19 +66,32 @@ def admit(state: State, request: PrefillRequest, now_ns: int) -> Placement | Adm
     trial = quote(state, request, now_ns)
     if trial is None:
         return AdmissionRefusal(request, "too-long")
-    delivered, deadline = trial.own.delivered_ns, request.deadline_ns
-    waits = trial.own.start_ns > now_ns + POUR_NS
-    by = None if deadline is None else deadline - (_kept_ns(state, trial, deadline - now_ns) if waits else 0)
+    in_queue = waits(trial, now_ns)
+    delivered, deadline = trial.own.delivered_ns + (kept_ns if in_queue else 0), request.deadline_ns
+    by = None if deadline is None else deadline - (_kept_ns(state, trial, deadline - now_ns) if in_queue else 0)
     if by is not None and delivered > by:
         if state.postponed.takes(request):
             state.postponed.push(request)
             state.postponed.count()
             return None
-        return AdmissionRefusal(request, "deadline", delivered, now_ns + delivered - by)
-    if waits and state.shares.ahead(request.tenant, state.tenants()) > AHEAD_NS:
-        return AdmissionRefusal(request, "share", delivered, trial.own.start_ns)
+        return refused(state, trial, "deadline", delivered, now_ns + delivered - by)
+    ahead = state.shares.ahead(request.tenant, state.tenants()) - AHEAD_NS if in_queue else 0
+    if ahead > 0:
+        catch_up_ns = now_ns + round(ahead / len(state.lanes))  # the others, at the earliest
+        return refused(state, trial, "share", delivered, max(trial.own.start_ns, catch_up_ns))
     state.postponed.count()
     return _commit(state, trial)
+
+
+def refused(state: State, trial: Trial, reason: Reason, fits_at_ns: int, retry_at_ns: int) -> AdmissionRefusal:
+    """With the time that it would keep the lanes busy."""
+    lane_ns = trial.own.delivered_ns - trial.own.start_ns
+    return AdmissionRefusal(trial.own.request, reason, fits_at_ns, retry_at_ns, lane_ns // len(state.lanes))
+
+
+def waits(trial: Trial, now_ns: int) -> bool:
+    """Whether other work goes first."""
+    return trial.own.start_ns > now_ns + POUR_NS
 
 
 def restore(state: State, request: PrefillRequest, now_ns: int, lane: int | None = None) -> Placement | None:

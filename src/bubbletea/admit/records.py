@@ -95,3 +95,5 @@ class AdmissionRefusal:
     no lane's memory; no-lane: there is no lane."""
     fits_at_ns: int | None = None
     retry_at_ns: int | None = None
+    lane_ns: int = 0
+    """How long it would keep a lane busy, divided by the number of lanes."""

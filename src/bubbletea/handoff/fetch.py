@@ -6,21 +6,24 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atlas.errors import WorkerError
-from bubbletea.frames import FrameSocket, greet, receive, send
+from bubbletea.frames import FrameSocket, WireFrame, greet, receive, send
 from bubbletea.handoff.remote_parts import Ticket
-from bubbletea.kv_blocks import END, FETCH, GONE, KV, RELEASE, KvBlock, unpack_block
+from bubbletea.kv_blocks import END, FETCH, GONE, KV, PLACE, PLACES, READ, RELEASE, KvBlock, unpack_block
+from bubbletea.nixl_plane import own_agent
 
 if TYPE_CHECKING:
     from atlas.wan.security.credentials import Security
 
 PATIENCE_S = 10.0
 """Longest time without data from the other side."""
+MAX_READ_BYTES = 1 << 36
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,8 @@ class Caller:
     """Folder with certificates; empty: hand-offs are fetched from loopback only."""
     name: str = ""
     """`datacenter/node`, as in the certificate."""
+    by_nixl: bool = False
+    """Read keys and values by NIXL from workers that have it too."""
 
     def security(self) -> Security:
         from atlas.wan.security.credentials import Credentials, Security
@@ -44,6 +49,7 @@ class Fetcher:
 
     def __init__(self, host: str, port: int, caller: Caller, peer: str = "") -> None:
         """`peer`: the name in the certificate of the other side; empty: the connection is not encrypted."""
+        self._by_nixl = caller.by_nixl
         sock = socket.create_connection((host, port), timeout=PATIENCE_S)
         self._sock: FrameSocket = sock
         try:
@@ -67,19 +73,40 @@ class Fetcher:
         layer; raises WorkerError on any error."""
         stop = ticket.num_tokens if stop is None else stop
         asked = {"ticket": ticket.id, "start": start, "stop": stop, "layers": list(layers), "heads": heads}
-        send(self._sock, FETCH, asked)
+        send(self._sock, FETCH, asked | ({"plane": "nixl"} if self._by_nixl else {}))
         num_blocks = 0
         while True:
             frame = receive(self._sock)
             if frame.kind == KV:
                 num_blocks += 1
                 yield unpack_block(frame, model=ticket.model)
+            elif frame.kind == PLACES and self._by_nixl:
+                yield from self._read(ticket, bytes(frame.payload))
+                return
             elif frame.kind == END and frame.fields.get("blocks") == num_blocks:
                 return
             elif frame.kind == GONE:
                 raise WorkerError(f"hand-off {ticket.id}: {frame.fields.get('why')}")
             else:
                 raise WorkerError(f"hand-off {ticket.id}: a frame of kind {frame.kind} after {num_blocks} blocks")
+
+    def _read(self, ticket: Ticket, about: bytes) -> Iterator[KvBlock]:
+        """By NIXL, all blocks at once."""
+        places = list[WireFrame]()
+        while (frame := receive(self._sock, max_payload=0)).kind == PLACE:
+            places.append(frame)
+        if frame.kind != END or frame.fields.get("blocks") != len(places):
+            raise WorkerError(f"hand-off {ticket.id}: a frame of kind {frame.kind} after {len(places)} places")
+        try:
+            spans = [(int(place.fields["address"]), int(place.fields["bytes"])) for place in places]
+        except (KeyError, TypeError, ValueError):
+            raise WorkerError(f"hand-off {ticket.id}: a place without address and bytes") from None
+        if min((size for _, size in spans), default=1) <= 0 or sum(size for _, size in spans) > MAX_READ_BYTES:
+            raise WorkerError(f"hand-off {ticket.id}: places of {sum(size for _, size in spans)} bytes")
+        payloads = own_agent().read(about, spans, time.monotonic() + PATIENCE_S)
+        send(self._sock, READ, {})
+        for place, payload in zip(places, payloads, strict=True):
+            yield unpack_block(WireFrame(KV, place.fields, payload), model=ticket.model)
 
     def release(self, ticket: Ticket) -> None:
         """Allows the service to drop it."""

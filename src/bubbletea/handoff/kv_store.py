@@ -105,6 +105,8 @@ class KvStore:
         self._weights = dict(weights or {})
         self._used: Counter[str] = Counter()
         self._parcels: dict[str, Parcel] = {}
+        self._promised: dict[str, tuple[str, int]] = {}
+        """Refused requests that will come back, in order: tenant and bytes."""
 
     @property
     def used_bytes(self) -> int:
@@ -123,8 +125,26 @@ class KvStore:
         others = sum(max(0, size - used[other]) for other, size in reserved.items() if other != tenant)
         return self.budget_bytes - used.total() - others
 
-    def has_room(self, num_tokens: int, tenant: str = "") -> bool:
-        return self.bytes_of(num_tokens) <= self._left(tenant, self._used)
+    def has_room(self, num_tokens: int, tenant: str = "", *, is_promised: bool = False) -> bool:
+        """`is_promised`: it was refused and has come back; others wait for those who have not come back yet."""
+        used = self._used if is_promised else self._used_and_promised()
+        return self.bytes_of(num_tokens) <= self._left(tenant, used)
+
+    def _used_and_promised(self) -> Counter[str]:
+        """By tenant; no tenant counts for more than it may hold."""
+        used = self._used.copy()
+        for tenant, size in self._promised.values():
+            used[tenant] += size
+        for tenant in {tenant for tenant, _ in self._promised.values()}:
+            used[tenant] = max(self._used[tenant], min(used[tenant], self.limit_bytes(tenant)))
+        return used
+
+    def promise(self, name: str, num_tokens: int, tenant: str = "") -> None:
+        """A refused request comes back for this much when it is free."""
+        self._promised[name] = tenant, self.bytes_of(num_tokens)
+
+    def unpromise(self, name: str) -> None:
+        self._promised.pop(name, None)
 
     def explain(self, num_tokens: int, tenant: str) -> str:
         """The reason for missing memory, as text."""
@@ -136,19 +156,22 @@ class KvStore:
         )
 
     def room_at_s(self, num_tokens: int, tenant: str = "") -> float:
-        """When enough memory is expected to be free; infinite if unknown."""
-        needed, used = self.bytes_of(num_tokens), self._used.copy()
+        """When enough memory is expected to be free for it and for the tenant's earlier promises; infinite if unknown.
+        Those who need more than all of the memory take turns."""
+        used, now_s, limit = self._used.copy(), time.monotonic(), self.limit_bytes(tenant)
+        needed = self.bytes_of(num_tokens) + sum(size for name, size in self._promised.values() if name == tenant)
+        turns = max(1.0, needed / max(1, limit))
         for parcel in sorted(self._parcels.values(), key=lambda parcel: min(parcel.expected_s, parcel.expires_s)):
             used[parcel.tenant] -= parcel.num_bytes
-            if needed <= self._left(tenant, used):
-                return min(parcel.expected_s, parcel.expires_s)
+            if min(needed, limit) <= self._left(tenant, used):
+                return now_s + (min(parcel.expected_s, parcel.expires_s) - now_s) * turns
         return math.inf
 
     def reserve(
         self, ticket: str, length: int, room: int, tenant: str = "", *, at_workers: bool = False
     ) -> Parcel | None:
         """For a prompt of `length` tokens and `room` tokens in all; None if there is not enough memory."""
-        if not self.has_room(room, tenant):
+        if not self.has_room(room, tenant, is_promised=True):
             return None
         config, size = self.served.config, self.bytes_of(room)
         shape = (2, config.num_kv_heads, room, config.head_width)

@@ -160,7 +160,7 @@ class PrefillEngine:
         """Its expected duration."""
         return self.pace.predict_ns(piece.last - piece.first, piece.last, is_head=piece.layer == HEAD)
 
-    def reconsider(self, fits: Callable[[int], bool]) -> None:
+    def reconsider(self, fits: Callable[[PrefillPiece, int], bool]) -> None:
         """No piece ran in a wait. If the next one would have fitted at its fastest, its slowest measurement is dropped:
         a prediction that is too long would never be measured again."""
         offer = None if self.outlet.is_full else self._next()
@@ -168,7 +168,7 @@ class PrefillEngine:
             return
         piece = offer.job.piece
         sizes, is_head = (piece.last - piece.first, piece.last), piece.layer == HEAD
-        if fits(self.pace.fastest_ns(*sizes, is_head=is_head)):
+        if fits(piece, self.pace.fastest_ns(*sizes, is_head=is_head)):
             self.pace.drop_slowest(*sizes, is_head=is_head)
 
     def settle(self, flight: BegunPiece, took_ns: int) -> None:

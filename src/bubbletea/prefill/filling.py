@@ -71,8 +71,8 @@ class Filling:
         share = min(self.share, 1.0 if self.throttle is None else self.throttle.share)
         began_ns = time.monotonic_ns()
         self.stop_ns = began_ns + int(share * self.guard.wait_ns(position.index, began_ns)) - self.margin_ns
-        if not self._fill_until(arrived) and self._paced_ns is None:
-            self.engine.reconsider(lambda cost_ns: began_ns + cost_ns <= self.stop_ns)
+        if not self._fill_until(arrived):
+            self.engine.reconsider(lambda piece, cost_ns: began_ns + self._longer_ns(piece, cost_ns) <= self.stop_ns)
 
     @property
     def is_busy(self) -> bool:
@@ -102,10 +102,9 @@ class Filling:
                 self.engine.changed.wait(min(LOOK_S if self._queue else IDLE_S, (self.stop_ns - now_ns) / 1e9))
         return begun
 
-    def _cost_ns(self, piece: PrefillPiece) -> int:
+    def _longer_ns(self, piece: PrefillPiece, host_ns: int) -> int:
         """A paced device is busy for the given time, or longer if the host needs longer."""
-        predicted_ns = self.engine.predict_ns(piece)
-        return predicted_ns if self._paced_ns is None else max(self._paced_ns(piece), predicted_ns)
+        return host_ns if self._paced_ns is None else max(self._paced_ns(piece), host_ns)
 
     def _begin_one(self, now_ns: int) -> bool:
         free_ns, launched_ns = self._free_ns(now_ns), now_ns + self._launch_ns
@@ -114,7 +113,8 @@ class Filling:
             return self.device.begin(work, 0 if self._paced_ns is None else self._paced_ns(piece))
 
         def fits(piece: PrefillPiece) -> bool:
-            return max(free_ns + self._cost_ns(piece), launched_ns) <= self.stop_ns
+            cost_ns = self._longer_ns(piece, self.engine.predict_ns(piece))
+            return max(free_ns + cost_ns, launched_ns) <= self.stop_ns
 
         flight = self.engine.step(begin, fits)
         if flight is None:

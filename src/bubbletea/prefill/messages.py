@@ -53,6 +53,8 @@ class WorkerOrder:
     """How much longer an iteration becomes if this worker's ops do (`throttle`)."""
     keep_bytes: int = 0
     """Host memory for keys and values that decode engines fetch from this worker."""
+    nixl_unencrypted: bool = False
+    """Decode engines of other hosts may read keys and values by NIXL, which does not encrypt."""
     waits_ns: dict[int, int] = field(default_factory=dict)
     """By op: its expected wait, used until enough waits were observed."""
 

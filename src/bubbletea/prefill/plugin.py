@@ -145,10 +145,12 @@ class BubbleTea:
             self._say(f"the service of {self._me.datacenter} is not joined: {error}")
             return False
         try:
-            engine = self._take(WorkerOrder.from_json(link.order), link)
+            order = WorkerOrder.from_json(link.order)
+            engine = self._take(order, link)
             link.parts = self._parts
             if self._kv_server is not None:
                 self._kv_server.server.token = place.token
+                self._kv_server.server.nixl_unencrypted = order.nixl_unencrypted
             with self._using:
                 self._is_joined, self._link, self._said = True, link, ""
             link.serve(engine, self._set_share)

@@ -73,6 +73,8 @@ class ServiceSettings:
     budget: float = 0.005
     """The share by which prefill may slow training."""
     aims: Aims = field(default_factory=Aims)
+    nixl_unencrypted: bool = False
+    """Decode engines of other hosts may read keys and values by NIXL, which does not encrypt."""
 
 
 @dataclass(frozen=True)
@@ -187,6 +189,7 @@ def _orders(
                 keep_bytes=settings.store_bytes * split[stage] // settings.served.config.num_layers,
                 budget=settings.budget,
                 sensitivity=windows.sensitivity,
+                nixl_unencrypted=settings.nixl_unencrypted,
                 waits_ns=windows.waits_ns(worker),
             )
     return orders

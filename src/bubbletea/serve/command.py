@@ -74,6 +74,11 @@ def port_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--handoff-anywhere", action="store_true", help="accept decode engines from other hosts")
     parser.add_argument(
+        "--nixl-unencrypted",
+        action="store_true",
+        help="decode engines of other hosts may read by NIXL, which does not encrypt: in private networks only",
+    )
+    parser.add_argument(
         "--token-file", type=Path, metavar="FILE", help="token of the decode engines (default: a new one)"
     )
     parser.add_argument("--keys", type=Path, metavar="FILE", help="API keys by tenant (default: no key needed)")

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import math
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -23,25 +22,26 @@ from functools import partial
 from torch import Tensor
 
 from atlas.errors import WorkerError
-from bubbletea.admit.records import AdmissionRefusal, Placement, PrefillRequest, RequestKind
+from bubbletea.admit.records import Placement, PrefillRequest
 from bubbletea.handoff.kv_store import KEEP_S, KvStore, Parcel
 from bubbletea.kv_blocks import KvBlock
 from bubbletea.prefill.job import HEAD, PrefillTask
+from bubbletea.serve.admission import TICK_S, Admission
 from bubbletea.serve.connections import ConnectedWorker, WorkerConnections
 from bubbletea.serve.metrics import ServiceMetrics
 from bubbletea.serve.planner import Planner
-from bubbletea.serve.prefills import HandedBack, Prefilled, Prompt, Refused
+from bubbletea.serve.prefills import HandedBack, Prefilled, Prompt
 from bubbletea.serve.prefix_store import Prefixes
 from bubbletea.serve.slowdown_limit import SlowdownLimit
 
 log = logging.getLogger("bubbletea.serve")
 SECOND = 1_000_000_000
-TICK_S = 0.02
 NEVER_DUE = 2**62
 LATE_NS = 50_000_000
 """A prefill this far behind its plan is placed again."""
-UNKNOWN_S = 1.0
-"""Retry-After if it is unknown when memory or a lane will be free."""
+STUCK_S, STUCK_PERIODS = 1.0, 3
+"""A prefill that is due and makes no progress for this long moves to another lane: the waits of a worker may be too
+short or too uncertain for it, and those of another one not."""
 MAX_FAILURES = 4
 LANE_S = 60.0
 """An admitted prefill that has waited this long for a lane is handed back."""
@@ -97,6 +97,7 @@ class Dispatcher:
         self.connections, self.planner, self.store, self.prefixes = connections, planner, store, prefixes
         self.metrics, self.patience_s, self.lane_s = metrics, patience_s, lane_s
         self.limit, self._paused = limit, False
+        self.admission = Admission(planner, store, metrics, limit)
         self._jobs = itertools.count(1)
         self._runs: dict[int, _PrefillRun] = {}
         self._by_request: dict[str, _PrefillRun] = {}
@@ -127,13 +128,11 @@ class Dispatcher:
         return len(self._runs) - self.num_running
 
     # ---- requests ----------------------------------------------------------------------------------------------
-    def check(self, tenant: str, num_tokens: int, num_new: int, deadline_ns: int | None) -> None:
+    def check(self, least: Prompt, num_tokens: int, likely_tokens: int) -> None:
         """Raises Refused if a prompt of at least this length would be refused; called before tokenizing."""
-        request = PrefillRequest(secrets.token_hex(8), tenant, num_tokens, time.monotonic_ns(), deadline_ns)
-        self._require_room(num_tokens + num_new, tenant, "online")
-        refusal = self.planner.quote(request, request.arrival_ns)
-        if refusal is not None:
-            raise self._refused(refusal)
+        now_ns = time.monotonic_ns()
+        request = PrefillRequest(secrets.token_hex(16), least.tenant, num_tokens, now_ns, least.deadline_ns)
+        self.admission.check(request, num_tokens + least.num_new, least.key, likely_tokens)
 
     async def prefill(self, prompt: Prompt) -> Prefilled:
         """Raises Refused or HandedBack. The caller releases the parcel."""
@@ -143,14 +142,12 @@ class Dispatcher:
             ticket, prompt.tenant, len(prompt.tokens), now_ns, prompt.deadline_ns, prompt.kind, hashes
         )
         room = len(prompt.tokens) + prompt.num_new
-        self._require_room(room, prompt.tenant, prompt.kind)
-        found = self.planner.admit(request, now_ns)
-        if isinstance(found, AdmissionRefusal):
-            raise self._refused(found)
+        found, request = await self.admission.admit(request, room, prompt.key)
         parcel = self.store.reserve(ticket, len(prompt.tokens), room, prompt.tenant, at_workers=prompt.hands_off)
         assert parcel is not None, "there was room a moment ago"
         run = _PrefillRun(next(self._jobs), prompt, request, parcel, asyncio.get_running_loop().create_future(), now_ns)
-        run.since_ns, run.share = now_ns, self.planner.forecast.share if prompt.kind == "online" else 0.0
+        share = self.planner.forecast.share if prompt.kind == "online" else 0.0
+        run.since_ns, run.share = request.arrival_ns, share
         self._runs[run.job] = self._by_request[ticket] = run
         try:
             if found is not None:
@@ -168,27 +165,6 @@ class Dispatcher:
         num_tokens = self.prefixes.longest(hashes, len(prompt.tokens) - 1)
         compute_ns = self.planner.costs.layer(num_tokens, 0) * self.store.served.config.num_layers
         return hashes if not num_tokens or self.prefixes.times.pays(num_tokens, compute_ns) else ()
-
-    def _require_room(self, num_tokens: int, tenant: str, kind: RequestKind) -> None:
-        store = self.store
-        if kind == "online" and self.limit is not None and self.limit.overcommitted:
-            self.metrics.refused("overcommitted")
-            raise Refused("overcommitted", self.limit.retry_s)
-        if store.has_room(num_tokens, tenant):
-            return
-        self.metrics.refused("memory")
-        detail = store.explain(num_tokens, tenant)
-        if store.bytes_of(num_tokens) > store.limit_bytes(tenant):
-            raise Refused("memory", None, detail)
-        at_s = store.room_at_s(num_tokens, tenant)
-        raise Refused("memory", UNKNOWN_S if math.isinf(at_s) else max(TICK_S, at_s - time.monotonic()), detail)
-
-    def _refused(self, refusal: AdmissionRefusal) -> Refused:
-        self.metrics.refused(refusal.reason)
-        if refusal.reason == "no-lane":
-            return Refused(refusal.reason, UNKNOWN_S)
-        at_ns = refusal.retry_at_ns
-        return Refused(refusal.reason, None if at_ns is None else max(0.0, (at_ns - time.monotonic_ns()) / SECOND))
 
     # ---- tasks -------------------------------------------------------------------------------------------------
     def _send(self, run: _PrefillRun, placement: Placement) -> None:
@@ -245,6 +221,19 @@ class Dispatcher:
             self._hand_back(run, f"it failed {run.num_failures} times, the last time because {why}")
         else:
             self.planner.again(run.request.id, now_ns)
+
+    def _is_stuck(self, run: _PrefillRun, now_ns: int, stuck_s: float) -> bool:
+        """Prefill is allowed, and there are other lanes."""
+        period_s = self.planner.forecast.period_ns / SECOND
+        may_run = self.limit is None or self.limit.allowed > 0
+        is_late = bool(run.sent) and run.expected_ns + LATE_NS < now_ns
+        return is_late and may_run and self.planner.num_lanes > 1 and stuck_s > STUCK_S + STUCK_PERIODS * period_s
+
+    def _move(self, run: _PrefillRun) -> None:
+        log.info("prefill %d, attempt %d, moves to another lane: it made no progress", run.job, run.attempt)
+        self._recall(run)
+        run.since_ns = time.monotonic_ns()
+        self.planner.again(run.request.id, run.since_ns, elsewhere=True)
 
     def _hand_back(self, run: _PrefillRun, why: str) -> None:
         if not run.future.done():
@@ -367,6 +356,7 @@ class Dispatcher:
     def _pass_time(self, now_ns: int) -> None:
         if self.limit is not None:
             self.planner.forecast.use(self.limit.share)
+        self.admission.pass_time(now_ns)
         self._follow(self.planner.advance(now_ns))
         if self.limit is not None:  # when overcommitted, admitted online requests are finished and offline ones wait
             is_due = any(run.request.kind == "online" for run in self._runs.values())
@@ -395,6 +385,8 @@ class Dispatcher:
             self._hand_back(run, f"no worker has had room for it for {self.lane_s:g} s")
         elif run.sent and stuck_s > self.patience_s + 2 * self.planner.forecast.period_ns / SECOND:
             self._again(run, f"it made no progress in {stuck_s:.0f} s")
+        elif self._is_stuck(run, now_ns, stuck_s):
+            self._move(run)
         elif run.sent and run.expected_ns + LATE_NS < now_ns:
             done = min(run.parcel.num_complete, run.request.prompt_tokens - 1)  # all but the logits
             self._follow(self.planner.late(run.request.id, done, now_ns))

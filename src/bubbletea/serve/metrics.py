@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 FINISHES, REFUSALS = ("stop", "length"), ("deadline", "share", "memory", "too-long", "no-lane", "overcommitted")
+RETRIES = ("admitted", "refused")
 RECENT = 512
 """Number of waits in the fill ratio."""
 
@@ -44,6 +45,9 @@ class ServiceMetrics:
         self._waiting = self._gauge("vllm:num_requests_waiting", "Requests whose prefill has not begun")
         self._kv_used = self._gauge("vllm:kv_cache_usage_perc", "Share of the host memory for KV in use (0 to 1)")
         self._refusals = self._counter("bubbletea:admission_rejections", "Requests refused", "reason", REFUSALS)
+        self._came_back = self._counter(
+            "bubbletea:retries", "Refused requests that came back at their Retry-After", "outcome", RETRIES
+        )
         self._handed_back = self._counter("bubbletea:requests_handed_back", "Admitted, but no worker left to do it")
         self._lanes = self._gauge("bubbletea:lanes", "Lanes whose workers are all connected")
         self._backlog = self._gauge("bubbletea:offline_backlog", "Offline requests that wait for a bubble")
@@ -79,6 +83,9 @@ class ServiceMetrics:
     # ---- events ------------------------------------------------------------------------------------------------
     def refused(self, reason: str) -> None:
         self._refusals.labels(self._model, reason).inc()
+
+    def came_back(self, outcome: str) -> None:
+        self._came_back.labels(self._model, outcome).inc()
 
     def handed_back(self) -> None:
         self._handed_back.labels(self._model).inc()
@@ -142,7 +149,7 @@ class ServiceMetrics:
         self._waiting.labels(self._model).set(dispatcher.num_waiting)
         self._kv_used.labels(self._model).set(store.used_bytes / max(1, store.budget_bytes))
         self._backlog.labels(self._model).set(dispatcher.planner.num_backlog)
-        self._slowdown.labels(self._model).set(dispatcher.planner.slowdown)
+        self._slowdown.labels(self._model).set(dispatcher.planner.periods.slowdown)
         if dispatcher.limit is not None:
             self._fill_slowdown.labels(self._model).set(dispatcher.limit.slowdown)
             self._share.labels(self._model).set(dispatcher.limit.share)

@@ -7,14 +7,13 @@ states: placed on a lane, in the backlog, postponed, or waiting for a lane. Not 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 
-from atlas.ir.program import Ints
 from bubbletea.admit.aims import Aims, Postponed
 from bubbletea.admit.decide import (
     admit,
@@ -23,20 +22,22 @@ from bubbletea.admit.decide import (
     late,
     quote,
     reforecast,
+    refused,
     refused_by_length,
     restore,
+    waits,
     withdraw,
 )
 from bubbletea.admit.fair import TenantShares
+from bubbletea.admit.fit import FREE
 from bubbletea.admit.records import AdmissionRefusal, Placement, PrefillLane, PrefillRequest
 from bubbletea.admit.state import State, urgency
 from bubbletea.costs import PrefillCosts, measured
-from bubbletea.windows.bubbles import Forecast, observed_pattern
+from bubbletea.serve.observed_periods import ObservedPeriods
+from bubbletea.windows.bubbles import Forecast
 
 POINTS = 256
 """Measured pieces that costs are fitted to."""
-PERIODS = 16
-"""Number of periods in the measured slowdown of training."""
 CATCH_UP_NS = 100_000_000
 """Shortest time between two attempts to move requests up."""
 AHEAD_NS = 500_000_000
@@ -44,8 +45,8 @@ AHEAD_NS = 500_000_000
 SECOND = 1_000_000_000
 AGAIN_NS = 2 * SECOND
 """Deadline, after the loss of its worker, that an offline request gets."""
-STEADY, SPREAD, OTHER = 5, 0.05, 0.02
-"""A run whose last periods are alike, and differ from the forecast by more than OTHER, has its own pattern."""
+HALVINGS = 12
+"""Of costs with which a request fits no window: after these, windows are too short for anything."""
 TRUST = 0.15
 """Costs with a larger error are fitted again."""
 
@@ -66,7 +67,8 @@ class Planner:
         aims: Aims | None = None,
     ) -> None:
         """`weights`: of the tenants' shares."""
-        self.forecast, self.costs, self.lanes, self.slots = forecast, costs, tuple(lanes), slots
+        self.forecast, self.costs, self.lanes = forecast, costs, tuple(lanes)
+        self.periods = ObservedPeriods(forecast, slots)
         self.chunks, self.learns_costs, self.weights = tuple(chunks), learns_costs, weights
         self.aims = aims or Aims()
         self.postponed = Postponed(self.aims)
@@ -75,21 +77,14 @@ class Planner:
         self._admitted: dict[str, PrefillRequest] = {}
         self._waiting: dict[str, PrefillRequest] = {}
         """Admitted requests that no lane can take now."""
+        self._avoided: dict[str, tuple[int, ...]] = {}
+        """By request: the workers of a lane that made no progress with it."""
         self._moved: set[str] = set()
         """Requests placed again since the last `advance`."""
         self._retry_ns = self._halved_ns = 0
         """When waiting requests are tried next; when costs were last halved for one of them."""
         self._shares = TenantShares(weights)
         self._points: deque[tuple[int, int, float]] = deque(maxlen=POINTS)
-        self._open = np.full(len(forecast.pattern.start_ns), -1, np.int64)
-        self._closed = self._open.copy()
-        self._round = forecast.pattern.end_ns >= forecast.pattern.period_ns
-        """Windows that end with the period: the first op of the next period waits in them."""
-        self._step = -1
-        self._starts: deque[tuple[int, int]] = deque(maxlen=PERIODS)
-        """(step, when it began)"""
-        self._observed: deque[tuple[int, Ints]] = deque(maxlen=STEADY)
-        """The last periods: their length, and when windows opened and closed."""
         self._gone_early, self._caught_up_ns = False, 0
         self._state: State | None = None
         self._built_on, self._costs_moved = forecast.version, False
@@ -106,20 +101,13 @@ class Planner:
     def num_backlog(self) -> int:
         return len(self._state.backlog) if self._state is not None else 0
 
-    @property
-    def slowdown(self) -> float:
-        """The share by which training's period is longer than planned."""
-        pairs = [(b - a, t - s) for (a, s), (b, t) in pairwise(self._starts) if b > a]
-        if not pairs:
-            return 0.0
-        return float(np.median([took / steps for steps, took in pairs]) / self.forecast.period_ns - 1)
-
     def is_waiting(self, request_id: str) -> bool:
         """Whether it is admitted, but has no lane now."""
         return request_id in self._waiting or self._state is None
 
     # ---- decisions ---------------------------------------------------------------------------------------------
-    def admit(self, request: PrefillRequest, now_ns: int) -> Placement | AdmissionRefusal | None:
+    def admit(self, request: PrefillRequest, now_ns: int, kept_ns: int = 0) -> Placement | AdmissionRefusal | None:
+        """`kept_ns`: time of the lanes that is kept for refused requests until they come back."""
         state = self._ready(now_ns)
         if state is None:
             return AdmissionRefusal(request, "no-lane")
@@ -127,14 +115,17 @@ class Planner:
             refusal = self.quote(request, now_ns)
             if refusal is not None and refusal.reason != "deadline":
                 return refusal
-        found = admit(state, request, now_ns)
+        found = admit(state, request, now_ns, kept_ns)
         if isinstance(found, AdmissionRefusal) and found.reason == "too-long":
-            return refused_by_length(state, request) or self._no_window(request, now_ns)
+            refusal = refused_by_length(state, request) or self._no_window(request, now_ns)
+            if refusal is not None:
+                return refusal
+            found = admit(self._current(now_ns), request, now_ns, kept_ns)
         if not isinstance(found, AdmissionRefusal):
             self._admitted[request.id] = request
         return self._placed(found) if isinstance(found, Placement) else found
 
-    def quote(self, request: PrefillRequest, now_ns: int) -> AdmissionRefusal | None:
+    def quote(self, request: PrefillRequest, now_ns: int, kept_ns: int = 0) -> AdmissionRefusal | None:
         """The refusal that `admit` would return for this or a longer prompt; changes nothing."""
         state = self._ready(now_ns)
         if state is None:
@@ -144,22 +135,39 @@ class Planner:
             return refusal
         trial = quote(state, request, now_ns)
         if trial is None:
-            return self._no_window(request, now_ns)
+            refusal = self._no_window(request, now_ns)
+            trial = quote(self._current(now_ns), request, now_ns)
+        if refusal is not None or trial is None:
+            return refusal
         delivered_ns, deadline_ns = trial.own.delivered_ns, request.deadline_ns
+        delivered_ns += kept_ns if waits(trial, now_ns) else 0
         if deadline_ns is not None and delivered_ns > deadline_ns and not self.postponed.may_take(request):
-            return AdmissionRefusal(request, "deadline", delivered_ns, now_ns + delivered_ns - deadline_ns)
+            return refused(state, trial, "deadline", delivered_ns, now_ns + delivered_ns - deadline_ns)
         return None
 
-    def _no_window(self, request: PrefillRequest, now_ns: int) -> AdmissionRefusal:
-        """No window is long enough for a layer at the current costs. Windows are learnt all the time, but costs only
-        from admitted requests: so the costs are halved for the next request."""
-        self._halve_costs()
+    def _no_window(self, request: PrefillRequest, now_ns: int) -> AdmissionRefusal | None:
+        """The refusal if no window is long enough for a layer of it. Costs are learnt only from admitted requests:
+        costs with which it fits no window are halved until it does, and measured again when it runs."""
+        for _ in range(HALVINGS if self.learns_costs else 1):
+            if quote(self._current(now_ns), request, now_ns) is not None:
+                return None
+            self._halve_costs()
         at_ns = now_ns + max(SECOND, self.forecast.period_ns)
         return AdmissionRefusal(request, "deadline", at_ns, at_ns)
 
     def _halve_costs(self) -> None:
         if self.learns_costs:
             self.costs, self._costs_moved = replace(self.costs, layer=self.costs.layer.times(0.5)), True
+
+    def charge(self, tenant: str, num_tokens: int) -> None:
+        """A prompt of this length counts for its tenant's share; a negative number takes that back."""
+        self._shares.charge(tenant, math.copysign(self.costs.prompt_ns(abs(num_tokens)), num_tokens))
+
+    def claim(self, request: PrefillRequest, now_ns: int) -> None:
+        """Admits a request for which time was kept, even if windows have become shorter or a lane was lost since: it
+        is placed where it is delivered first, or waits for a lane."""
+        self._admitted[request.id] = self._waiting[request.id] = request
+        self._retry_ns = 0
 
     def advance(self, now_ns: int) -> list[Placement]:
         """The placements that are new or changed: of requests that waited for a lane, that were placed again because
@@ -195,12 +203,16 @@ class Planner:
     def cancel(self, request_id: str, now_ns: int) -> None:
         """Removes a request whose tasks were cancelled on the workers; its windows are free at once."""
         self.postponed.remove(request_id)
+        self._avoided.pop(request_id, None)
         if self._admitted.pop(request_id, None) is not None:
             self._take_out(request_id, now_ns)
 
-    def again(self, request_id: str, now_ns: int) -> None:
-        """Its worker was lost: it is placed again as an online request as soon as there is a lane."""
-        request = self._admitted[request_id]
+    def again(self, request_id: str, now_ns: int, *, elsewhere: bool = False) -> None:
+        """Its worker was lost: it is placed again as an online request as soon as there is a lane. `elsewhere`: on
+        another lane than before, if there is one."""
+        request, state = self._admitted[request_id], self._state
+        if elsewhere and state is not None and request_id in state.lane_of:
+            self._avoided[request_id] = state.lanes[state.lane_of[request_id]].workers
         self._take_out(request_id, now_ns)
         self.postponed.remove(request_id)
         deadline_ns = request.deadline_ns or now_ns + AGAIN_NS
@@ -233,7 +245,7 @@ class Planner:
         before, self.alive = self._live, frozenset(workers)
         if self._live != before:
             self._rebuild(now_ns, frees=True)
-            self._forget_period()
+            self.periods.forget()
 
     def warm_up(self) -> None:
         """Compiles the functions of admission before the first request."""
@@ -242,6 +254,12 @@ class Planner:
         self.complete("warm-up", 0)
         self.advance(0)
         self.set_alive((), 0)
+
+    def _current(self, now_ns: int) -> State:
+        """There are lanes."""
+        state = self._ready(now_ns)
+        assert state is not None
+        return state
 
     def _ready(self, now_ns: int) -> State | None:
         if self._costs_moved:
@@ -297,6 +315,10 @@ class Planner:
 
     def _restore(self, state: State, request: PrefillRequest, now_ns: int, lane: int | None = None) -> None:
         self._waiting.pop(request.id, None)
+        avoided = self._avoided.pop(request.id, ())
+        others = [other.index for other in state.lanes if other.workers != avoided]
+        if avoided and lane is None and others:
+            lane = min(others, key=lambda index: (int(state.tracks[index, FREE, 0]), index))
         if restore(state, request, now_ns, lane) is not None:
             self._moved.add(request.id)
             return
@@ -320,67 +342,6 @@ class Planner:
         return abs(predicted_s / took - 1) > TRUST
 
     def waited(self, worker: int, step: int, op: int, began_ns: int, ended_ns: int) -> None:
-        """Records one wait of a training worker; a period is evaluated when the next one starts."""
-        slot = self.slots[worker].get(op) if worker < len(self.slots) else None
-        if slot is None or step < self._step:
-            return
-        if step > self._step:
-            self._learn()
-            self._step = step
-        first = self._open[slot] < 0
-        self._open[slot] = began_ns if first else min(began_ns, self._open[slot])
-        self._closed[slot] = max(ended_ns, self._closed[slot])
-
-    def _forget_period(self) -> None:
-        """Restarted workers count their steps from the first."""
-        self._step = -1
-        self._starts.clear()
-        self._observed.clear()
-        self._open.fill(-1)
-        self._closed.fill(-1)
-
-    def _learn(self) -> None:
-        start_ns = self._period_start()
-        if start_ns is not None:
-            period_ns = self._last_period_ns(start_ns)
-            self._starts.append((self._step, start_ns))
-            opened, closed = (
-                np.where(self._round & (at >= 0), at + period_ns, at) for at in (self._open, self._closed)
-            )
-            self.forecast.observe(start_ns, opened, closed)
-            self._follow_run(start_ns, period_ns, opened, closed)
-        self._open.fill(-1)
-        self._closed.fill(-1)
-
-    def _follow_run(self, start_ns: int, period_ns: int, opened: Ints, closed: Ints) -> None:
-        """A run whose iterations are not as long as its plan's has other windows than its plan: those are taken that
-        were observed."""
-        self._observed.append(
-            (period_ns, np.stack([opened - start_ns, closed - start_ns, (opened >= 0) & (closed >= 0)]))
-        )
-        periods = [period for period, _ in self._observed]
-        usual_ns = int(np.median(periods))
-        is_steady = len(periods) == STEADY and max(periods) - min(periods) <= SPREAD * usual_ns
-        if is_steady and abs(usual_ns / self.forecast.period_ns - 1) > OTHER:
-            seen = np.stack([at for _, at in self._observed])
-            usual = np.median(seen, axis=0).astype(np.int64)
-            pattern = observed_pattern(self.forecast.pattern, usual_ns, usual[0], usual[1], seen[:, 2].min(axis=0) > 0)
-            self.forecast.replan(pattern, start_ns)
-            self._round = pattern.end_ns >= pattern.period_ns
+        """Records one wait of a training worker."""
+        if self.periods.waited(worker, step, op, began_ns, ended_ns):
             self._costs_moved = True
-
-    def _period_start(self) -> int | None:
-        """The start of the period, from the ends of its windows."""
-        known = self._closed >= 0
-        if known.sum() * 2 < len(known):
-            return None  # incomplete, for example after a (re)start of workers
-        pattern = self.forecast.pattern
-        phase: Ints = np.repeat(pattern.phase_ns, np.diff(pattern.ptr))
-        ends = np.where(self._round, pattern.end_ns - pattern.period_ns, pattern.end_ns)
-        return int(np.median((self._closed - ends - phase)[known]))
-
-    def _last_period_ns(self, start_ns: int) -> int:
-        """The length of the previous period, or the forecast's."""
-        if self._starts and self._starts[-1][0] == self._step - 1:
-            return start_ns - self._starts[-1][1]
-        return self.forecast.period_ns

@@ -28,6 +28,8 @@ class Prompt:
     """The prefix cache is shared only with prompts of the same tenant and salt."""
     hands_off: bool = False
     """Its keys and values stay at the workers, for a decode engine."""
+    key: bytes = b""
+    """Equal for the same request when it is sent again; empty: nothing is kept for it if it is refused."""
 
 
 @dataclass(frozen=True)

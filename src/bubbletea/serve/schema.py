@@ -12,6 +12,11 @@ from pydantic_core import PydanticCustomError
 
 MAX_NEW = 1 << 20
 NOT_HERE = "Not supported here."
+OF_THE_PROMPT = {
+    *("prompt_embeds", "suffix", "chat_template", "chat_template_kwargs", "documents", "tools", "functions"),
+    *("continue_final_message", "reasoning_effort", "media_io_kwargs", "mm_processor_kwargs"),
+}
+"""Fields that change the tokens of a prompt: refused in the prefill role too."""
 Text = Annotated[str, Field(max_length=8 << 20)]
 Word = Annotated[str, Field(min_length=1, max_length=256)]
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
@@ -134,6 +139,9 @@ class _Answered(_Strict):
     return_prompt_text: Literal[False] | None = _not_here()
     return_mm_kwargs: Literal[True] | None = _not_here()
     routed_experts_prompt_start: Literal[0] | None = _not_here()
+    # vllm-router adds these two, and two more to chats, to every request.
+    no_stop_trim: Literal[False] | None = _not_here()
+    return_hidden_states: Literal[False] | None = _not_here()
 
     @model_validator(mode="after")
     def _options_are_of_a_stream(self) -> _Answered:
@@ -177,11 +185,23 @@ class _Common(_Sampled, _Answered):
     add_special_tokens: bool | None = Field(
         default=None, description="Default: true for a plain prompt, false for a chat, whose template adds them."
     )
+
     session_id: None = _not_here()
     vllm_xargs: Empty | None = _not_here()
     ec_transfer_params: Empty | None = _not_here()
     mm_processor_kwargs: Empty | None = _not_here()
     media_io_kwargs: Empty | None = _not_here()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_decoding_to_the_engine(cls, given: Any) -> Any:
+        """A router sends the whole request to both: in the prefill role, what is about decoding has no effect here."""
+        asked = given.get("kv_transfer_params") if isinstance(given, dict) else None
+        if not isinstance(asked, dict) or asked.get("do_remote_decode") is not True:
+            return given
+        ignored = {name for name, field in cls.model_fields.items() if field.description == NOT_HERE} - OF_THE_PROMPT
+        ignored |= {"min_tokens", "stream_options"} | ({"max_completion_tokens"} if given.get("max_tokens") else set())
+        return {name: value for name, value in given.items() if name not in ignored}
 
     @model_validator(mode="after")
     def _fields_agree(self) -> _Common:
@@ -255,6 +275,8 @@ class ChatRequest(_Common):
     reasoning_effort: Literal["none"] | None = _not_here()
     thinking_token_budget: None = _not_here()
     include_reasoning: Literal[True] | None = _not_here()
+    separate_reasoning: Literal[True] | None = _not_here()
+    stream_reasoning: Literal[True] | None = _not_here()
     modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = _not_here()
     audio: None = _not_here()
     prediction: None = _not_here()

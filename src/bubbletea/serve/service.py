@@ -11,7 +11,8 @@ import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
+from hashlib import blake2b
 from typing import Any
 
 from atlas.errors import AtlasError
@@ -60,6 +61,13 @@ class TextRequest:
     def num_new(self) -> int:
         return self.sampling.max_tokens
 
+    @cached_property
+    def key(self) -> bytes:
+        """Equal for the same request when it is sent again."""
+        what = (self.tenant, self.num_new, self.kind, self.deadline_s, self.hands_off, self.truncate, self.cache_salt)
+        prompt = self.prompt if isinstance(self.prompt, str) else repr(list(self.prompt))
+        return blake2b(repr(what).encode() + prompt.encode(errors="replace"), digest_size=16).digest()
+
 
 @dataclass(frozen=True)
 class Delta:
@@ -93,6 +101,8 @@ class Service:
         self.num_active = 0
         self._token_s = TOKEN_S
         """Measured time per decoded token."""
+        self._tokens_over_least = 1.0
+        """Of the last prompts: their tokens over the least number that their size allows."""
 
     async def answer(self, asked: TextRequest) -> AsyncIterator[Delta]:
         """Raises ApiError only before the first Delta."""
@@ -154,13 +164,17 @@ class Service:
         self._require_short(at_least, asked.num_new)
         if asked.kind == "online" and is_text:
             deadline_ns = self._deadline_ns(asked)
+            least = Prompt((), asked.tenant, asked.num_new, deadline_ns, key=asked.key)
+            likely = min(kept, round(at_least * self._tokens_over_least))
             try:
-                self.dispatcher.check(asked.tenant, max(1, at_least), asked.num_new, deadline_ns)
+                self.dispatcher.check(least, max(1, at_least), max(1, likely))
             except Refused as refused:
                 raise of_refusal(refused, at_least) from None
         if isinstance(asked.prompt, str):
             encode = partial(self.text.encode, special=asked.special)
             tokens = await asyncio.to_thread(encode, asked.prompt) or [min(self.text.ends, default=0)]
+            ratio = len(tokens) / max(1, self.text.at_least(asked.prompt))
+            self._tokens_over_least += (ratio - self._tokens_over_least) / TOKENS_OVER
         else:
             tokens = list(asked.prompt)
         if len(tokens) > kept:
@@ -195,7 +209,7 @@ class Service:
         deadline_ns = self._deadline_ns(asked) if asked.kind == "online" else None
         try:
             kept_s = KEEP_S if asked.hands_off else asked.num_new * self._token_s
-            rest = (deadline_ns, asked.kind, kept_s, asked.cache_salt, asked.hands_off)
+            rest = (deadline_ns, asked.kind, kept_s, asked.cache_salt, asked.hands_off, asked.key)
             prompt = Prompt(tokens, asked.tenant, asked.num_new, *rest)
             return await self.dispatcher.prefill(prompt)
         except Refused as refused:

@@ -36,6 +36,9 @@ LOW, AIM = 0.5, 0.7
 """Of the budget: the share is raised below LOW, and a cut aims at AIM."""
 CUT, RISE = 0.3, 1.25
 """The largest change by one judgement."""
+IDLE = 24
+"""Iterations in a row without any prefill after which a reduced share is raised. It may be too small for any piece, and
+then nothing would ever be measured with it."""
 SETTLE = 4
 """Iterations with prefill after a restart that do not count."""
 NOISE = 0.001
@@ -73,6 +76,8 @@ class SlowdownLimit:
         self._was_filled = False
         """The iteration before."""
         self._owed = 0.0
+        self._num_idle = 0
+        """Iterations without prefill since the last one with it."""
 
     @property
     def allowed(self) -> float:
@@ -134,7 +139,11 @@ class SlowdownLimit:
                 self._measured_alone(took_ns)
             if self.overcommitted and not self._left:
                 self.overcommitted, self._skip = False, 1
+            self._num_idle = 0 if self.overcommitted else self._num_idle + 1
+            if self._num_idle == IDLE:
+                self._num_idle, self.share = 0, min(1.0, self.share * RISE)
             return
+        self._num_idle = 0
         self._age += 1
         if self.overcommitted:
             self._left = max(1, self._left - 1)  # requests admitted before are being finished

@@ -71,6 +71,7 @@ def start(args: argparse.Namespace) -> int:
         deadline_s=args.deadline,
         budget=args.slowdown,
         aims=Aims(args.goal, args.late, LATE_TOKENS),
+        nixl_unencrypted=args.nixl_unencrypted,
     )
     keys = Keys.read(args.keys) if args.keys else Keys.open_to_all()
     token = args.token_file.read_text(encoding="utf-8").strip() if args.token_file else ""

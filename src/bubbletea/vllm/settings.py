@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bubbletea.handoff.fetch import Caller
+from bubbletea.nixl_plane import is_installed
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,8 @@ class ConnectorSettings:
     """Folder with certificates (`atlas wan certs`), for workers beyond loopback."""
     name: str = ""
     """This node in its certificate: `datacenter/node`."""
+    data_plane: str = "tcp"
+    """`nixl`: read keys and values by NIXL from workers that have it; from others by TCP."""
 
     @classmethod
     def of(cls, extra: Mapping[str, Any]) -> ConnectorSettings:
@@ -39,8 +42,17 @@ class ConnectorSettings:
             raise ValueError("kv_connector_extra_config: name the token_file that BubbleTea was started with")
         if extra.get("certs") and "/" not in str(extra.get("name", "")):
             raise ValueError("kv_connector_extra_config: certs needs a name, datacenter/node, as in the certificate")
+        plane = extra.get("data_plane", "tcp")
+        if plane not in ("tcp", "nixl"):
+            raise ValueError(f"kv_connector_extra_config: data_plane {plane!r} is not one of tcp, nixl")
+        if plane == "nixl" and not is_installed():
+            raise ValueError(
+                "kv_connector_extra_config: data_plane nixl needs the package nixl: install it, or use tcp"
+            )
         return cls(**{**extra, "peers": tuple(extra.get("peers", ()))})
 
     @property
     def caller(self) -> Caller:
-        return Caller(Path(self.token_file).read_text(encoding="utf-8").strip(), self.certs, self.name)
+        return Caller(
+            Path(self.token_file).read_text(encoding="utf-8").strip(), self.certs, self.name, self.data_plane == "nixl"
+        )

@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from modelled_stream import MS, US, Stream, llama_on_h200, modelled_time
@@ -125,20 +126,39 @@ def test_an_uncertain_wan_costs_its_spread_and_no_more() -> None:
     assert sum(found.late_ns) / len(found.late_ns) < MS
 
 
-def test_a_prediction_that_admits_nothing_is_lowered() -> None:
+@pytest.mark.parametrize("paced_ns", [None, 2 * MS])
+def test_a_prediction_that_admits_nothing_is_lowered(paced_ns: int | None) -> None:
     """As after a host that was busy for a while: what was measured then fits no wait, so that nothing would ever be."""
     with modelled_time() as clock:
         engine, stream = endless(), Stream(clock, llama_on_h200(random.Random(4), STANDS_FOR))
         engine.changed = clock  # type: ignore[assignment]
         for took_ns in (1800 * US, *(900 * MS,) * 4):
             engine.pace.observe(CHUNK, CHUNK, took_ns)
-        filling = Filling(engine, Guard(0.25, {0: 100 * MS}), stream, MARGIN_NS)  # type: ignore[arg-type]
+        pace = None if paced_ns is None else (lambda piece: paced_ns)
+        filling = Filling(engine, Guard(0.25, {0: 100 * MS}), stream, MARGIN_NS, pace)  # type: ignore[arg-type]
         for number in range(6):
             began_ns = clock.now_ns
             filling.fill(Position(number, 0), lambda: clock.now_ns >= began_ns + 100 * MS)  # noqa: B023
             clock.sleep(max(0, began_ns + 100 * MS - clock.now_ns) / 1e9)
             filled_ns = filling.over(Position(number, 0), began_ns, began_ns + 100 * MS)
     assert filled_ns > 80 * MS
+
+
+def test_waits_too_short_for_a_paced_piece_do_not_lower_predictions() -> None:
+    with modelled_time() as clock:
+        engine, stream = endless(), Stream(clock, llama_on_h200(random.Random(4), STANDS_FOR))
+        engine.changed = clock  # type: ignore[assignment]
+        for took_ns in (1800 * US, *(2500 * US,) * 8):
+            engine.pace.observe(CHUNK, CHUNK, took_ns)
+        before_ns = engine.pace.predict_ns(CHUNK, CHUNK)
+        guard = Guard(0.25, {0: 5 * MS})
+        filling = Filling(engine, guard, stream, MARGIN_NS, lambda piece: 10 * MS)  # type: ignore[arg-type]
+        for number in range(6):
+            began_ns = clock.now_ns
+            filling.fill(Position(number, 0), lambda: clock.now_ns >= began_ns + 5 * MS)  # noqa: B023
+            clock.sleep(max(0, began_ns + 5 * MS - clock.now_ns) / 1e9)
+            assert filling.over(Position(number, 0), began_ns, began_ns + 5 * MS) == 0
+    assert engine.pace.predict_ns(CHUNK, CHUNK) == before_ns
 
 
 # ---- the guard ---------------------------------------------------------------------------------------------------

@@ -169,6 +169,24 @@ NEUTRAL_CHAT = {
     "include_reasoning": True, "add_generation_prompt": True, "chat_template_kwargs": {},
 }  # fmt: skip
 
+ROUTER = {
+    "completions": {
+        "stream": False, "echo": False, "no_stop_trim": False, "ignore_eos": False, "skip_special_tokens": True,
+        "return_hidden_states": False,
+    },
+    "chat": {
+        "stream": False, "logprobs": False, "no_stop_trim": False, "ignore_eos": False,
+        "continue_final_message": False, "skip_special_tokens": True, "separate_reasoning": True,
+        "stream_reasoning": True, "return_hidden_states": False, "include_reasoning": True,
+    },
+}  # fmt: skip
+"""What vllm-router 0.1.16 adds to every request."""
+PREFILL = {
+    "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
+    "remote_host": None, "remote_port": None,
+}  # fmt: skip
+"""What it sends to a prefill engine."""
+
 
 def fields(endpoint: str) -> set[str]:
     theirs = set(typing.get_type_hints(OPENAI[endpoint]))
@@ -249,6 +267,33 @@ def test_values_without_effect_are_accepted(service: Serving, endpoint: str) -> 
     neutral = NEUTRAL | (NEUTRAL_CHAT if endpoint == "chat" else {})
     response = post(service, endpoint, {**neutral, "max_tokens": 1})
     assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize("endpoint", PATHS)
+def test_requests_of_a_stock_router_are_answered(service: Serving, endpoint: str) -> None:
+    response = post(service, endpoint, {**ROUTER[endpoint], "max_tokens": 1})
+    assert response.status_code == 200, response.text
+    response = post(service, endpoint, {**ROUTER[endpoint], "max_tokens": 1, "kv_transfer_params": PREFILL})
+    assert response.json()["kv_transfer_params"]["do_remote_prefill"], response.text
+    for name in ("no_stop_trim", "return_hidden_states"):
+        assert post(service, endpoint, {name: True}).json()["error"]["param"] == name
+
+
+@pytest.mark.parametrize("endpoint", PATHS)
+def test_in_the_prefill_role_decoding_is_left_to_the_engine(service: Serving, endpoint: str) -> None:
+    """A router sends the whole request to the prefill engine too."""
+    of_decoding = {
+        "n": 2, "logprobs": 3 if endpoint == "completions" else True, "min_tokens": 5, "max_completion_tokens": 100,
+        "stream_options": {"include_usage": True}, "return_token_ids": True, "structured_outputs": {"choice": ["a"]},
+        "response_format": {"type": "json_object"}, "kv_transfer_params": PREFILL, "max_tokens": 1,
+    }  # fmt: skip
+    response = post(service, endpoint, ROUTER[endpoint] | of_decoding)
+    assert response.status_code == 200, response.text
+    assert response.json()["kv_transfer_params"]["do_remote_prefill"]
+    if endpoint == "chat":
+        tools = [{"type": "function", "function": {"name": "f"}}]
+        refused = post(service, endpoint, {"tools": tools, "max_tokens": 1, "kv_transfer_params": PREFILL})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools")
 
 
 @pytest.mark.parametrize(

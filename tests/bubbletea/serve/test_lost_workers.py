@@ -288,6 +288,28 @@ def test_a_request_without_progress_is_restarted_and_finishes() -> None:
     play(story)
 
 
+def test_a_request_that_its_lane_does_not_run_moves_to_another() -> None:
+    async def story(played: Played) -> None:
+        for worker in range(2):
+            played.workers.join(worker)
+        await played.ask(100)
+        await played.tick()
+        (before,) = (worker for worker, member in played.workers.members.items() if played.workers.held[member])
+        run = next(iter(played.dispatcher._runs.values()))
+        for _ in range(3):  # it is placed again on its lane as long as it is only late
+            await played.tick(later_s=0.9)
+            assert run.attempt == 0
+        run.expected_ns = run.since_ns
+        await played.tick(later_s=5.0)
+        await played.tick()
+        played.check()
+        (after,) = (worker for worker, member in played.workers.members.items() if played.workers.held[member])
+        assert after != before
+        assert isinstance((await played.finish_all())[0], Prefilled)
+
+    play(story)
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_every_request_ends_once_when_workers_are_lost(seed: int) -> None:
     draw = random.Random(seed)

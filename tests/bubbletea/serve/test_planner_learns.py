@@ -70,7 +70,7 @@ def test_windows_across_the_period_end_are_learnt_correctly() -> None:
     assert np.abs(start - windows.pattern.start_ns).max() < MS
     assert np.abs(end - windows.pattern.end_ns).max() < MS
     assert planner.forecast.anchor_ns == 6 * period_ns
-    assert planner.slowdown == 0.0
+    assert planner.periods.slowdown == 0.0
 
 
 def test_a_longer_period_moves_no_window_before_it_opens() -> None:
@@ -80,7 +80,7 @@ def test_a_longer_period_moves_no_window_before_it_opens() -> None:
         report(planner, windows, step, period_ns)
     start, _ = spans(planner.forecast)
     assert np.abs(start - windows.pattern.start_ns).max() < MS
-    assert 0.005 < planner.slowdown < 0.01
+    assert 0.005 < planner.periods.slowdown < 0.01
 
 
 def test_the_windows_of_a_run_that_is_slower_than_its_plan_are_its_own() -> None:
@@ -99,4 +99,4 @@ def test_the_windows_of_a_run_that_is_slower_than_its_plan_are_its_own() -> None
     start, end = spans(planner.forecast)
     assert np.abs(start - slower * pattern.start_ns).max() < 2 * MS
     assert np.abs(end - slower * pattern.end_ns).max() < 2 * MS
-    assert abs(planner.slowdown) < 0.001, "against what is now known of it"
+    assert abs(planner.periods.slowdown) < 0.001, "against what is now known of it"

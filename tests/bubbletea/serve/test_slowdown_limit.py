@@ -171,3 +171,16 @@ def test_iterations_that_finish_earlier_requests_are_not_judged() -> None:
     training.run(400)
     settled = training.took[153:]
     assert sum(settled) / len(settled) < 0.005
+
+
+def test_a_share_with_which_nothing_fits_is_raised() -> None:
+    """No piece fits a fifth of a wait: nothing is filled, so that nothing could be judged."""
+    limit = SlowdownLimit(0.005)
+    training = Training(limit, lambda share: 0.002)
+    training.run(20)
+    limit.share = MIN_SHARE
+    for _ in range(200):
+        training.run(1, asked=limit.share > 0.2)
+    assert limit.share > 0.2
+    training.run(100)
+    assert limit.share == 1.0

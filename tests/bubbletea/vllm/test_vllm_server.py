@@ -18,6 +18,7 @@ from serving import serving
 from vllm_lab import (
     BLOCK,
     PYTHON_VARIABLE,
+    ROUTER_VARIABLE,
     TOKEN,
     Fault,
     Prefiller,
@@ -26,6 +27,7 @@ from vllm_lab import (
     led_to,
     make_model,
     make_prompts,
+    stock_router,
     transfer_config,
     vllm_server,
     within,
@@ -163,6 +165,23 @@ def test_a_prefix_that_vllm_holds_already_is_not_fetched_again(
     before = server.metrics()["bubbletea:handoff_tokens_total"]
     assert server.complete(long, NUM_TOKENS, "shared", prefiller.prefill(long, "shared")) == plain[19]
     assert server.metrics()["bubbletea:handoff_tokens_total"] - before == (1000 // BLOCK - 4) * BLOCK
+
+
+@pytest.mark.skipif(ROUTER_VARIABLE not in os.environ, reason=f"{ROUTER_VARIABLE} names no vllm-router (docs/vllm.md)")
+def test_a_stock_router_before_the_service_and_vllm(
+    server: VllmServer, folder: Path, prompts: list[list[int]], plain: list[list[int]], tmp_path: Path
+) -> None:
+    """As an operator starts it: the prompts of the table, tokens equal to those of vLLM alone."""
+    settings = replace(TINY_SERVICE, served=Served.of_folder(folder), arena_bytes=64 << 20, workspace_bytes=256 << 20)
+    loads = server.metrics()["bubbletea:handoff_loads_total"]
+    with (
+        serving(settings, token=TOKEN) as service,
+        stock_router(service.url, f"http://127.0.0.1:{server.port}", tmp_path / "router.log") as routed,
+    ):
+        handed = [routed.complete(prompt, NUM_TOKENS, f"stock {i}") for i, prompt in enumerate(prompts)]
+        assert handed == plain
+        assert within(5.0, lambda: len(service.parts.dispatcher.store) == 0), "every hand-off is released"
+    assert server.metrics()["bubbletea:handoff_loads_total"] == loads + len(prompts)
 
 
 def test_a_router_passes_a_prompt_from_the_service_to_vllm(

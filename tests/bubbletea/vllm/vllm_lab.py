@@ -38,6 +38,7 @@ from bubbletea.prefill.shard import Served
 
 LIBC = ctypes.CDLL(None)
 PYTHON_VARIABLE = "BUBBLETEA_VLLM_PYTHON"
+ROUTER_VARIABLE = "BUBBLETEA_ROUTER"
 SRC = Path(__file__).parents[3] / "src"
 TOKEN = "a token for tests"
 CALLER = Caller(TOKEN)
@@ -87,7 +88,7 @@ class FaultyKvServer(KvServer):
     cut_bytes: int | None = None
     """Ends after so many bytes, as if it were killed."""
 
-    async def _answer(self, frame: WireFrame, writer: asyncio.StreamWriter) -> None:
+    async def _answer(self, frame: WireFrame, writer: asyncio.StreamWriter) -> Sequence[KvBlock]:
         if self.cut_bytes is not None and frame.kind == FETCH:
             for block in self.holder.blocks(WantedBlocks.of(frame.fields)):
                 fields, payload = pack_block(block)
@@ -95,10 +96,9 @@ class FaultyKvServer(KvServer):
                 break
             await writer.drain()
             writer.close()
-            return
+            return ()
         if not self.fault:
-            await super()._answer(frame, writer)
-            return
+            return await super()._answer(frame, writer)
         if self.fault == "silent":
             await asyncio.sleep(3600)
         for block in self.holder.blocks(WantedBlocks.of(frame.fields))[:2]:
@@ -109,6 +109,7 @@ class FaultyKvServer(KvServer):
             write(writer, KV, fields, payload)
         await writer.drain()
         writer.close()  # "truncated": two layers of four
+        return ()
 
 
 class FirstParts(KeptParts):
@@ -318,6 +319,23 @@ def vllm_server(
             if process.poll() is not None or time.monotonic() > until:
                 raise AssertionError(f"vLLM did not come up:\n{server.log[-4000:]}")
             time.sleep(1.0)
+        yield server
+    finally:
+        _stop(process)
+
+
+@contextlib.contextmanager
+def stock_router(prefill_url: str, decode_url: str, log_path: Path) -> Iterator[VllmServer]:
+    """vllm-router, once it passes requests on; takes the same requests as a vLLM server."""
+    server = VllmServer(closed_port(), log_path)
+    words = [os.environ[ROUTER_VARIABLE], "--vllm-pd-disaggregation", "--prefill", prefill_url, "--decode", decode_url]
+    words += ["--policy", "round_robin", "--port", str(server.port), "--prometheus-port", str(closed_port())]
+    words += ["--worker-startup-check-interval", "1", "--disable-retries"]
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(words, stdout=log, stderr=log, start_new_session=True, preexec_fn=_end_with_parent)
+    try:
+        assert within(60.0, lambda: server.is_up() or process.poll() is not None), server.log[-4000:]
+        assert process.poll() is None, server.log[-4000:]
         yield server
     finally:
         _stop(process)
