@@ -3,7 +3,8 @@ iteration.
 
 A tour is an order of the datacenters. Along a tour, each datacenter with room for a whole pipeline gets a group of
 pipelines; smaller ones share a group with their neighbours. The first two groups of a tour are one candidate, the first
-three another, and so on. Microbatches are distributed so that all groups finish together. Uses estimates only.
+three another, and so on. On few datacenters all combinations of groups are candidates too. Microbatches are distributed
+so that all groups finish together. Uses estimates only.
 """
 
 from __future__ import annotations
@@ -31,8 +32,7 @@ MAX_PARTS = 8
 FEW_REGIONS = 3
 FEW_REPLICAS = 8
 MOST_LINES = 3_000
-"""Limits of the complete search that runs if only this kind of plan is asked for: datacenters, replicas,
-combinations."""
+"""Limits of the complete search on few datacenters: datacenters, replicas, combinations."""
 KEEP = 40
 """Candidates that are priced in full; ten times as many where only this kind of plan is asked for."""
 
@@ -120,7 +120,7 @@ def _estimate_groups(
         for replicas in _levels(space, frame, depth)
     )
     kept = [line for line in lines if len(line) > 1]
-    if space.kind == "data" and cluster.num_dcs <= FEW_REGIONS:
+    if cluster.num_dcs <= FEW_REGIONS:
         kept = list(dict.fromkeys([*kept, *_every_line(space, cluster, workers, depth)]))
     every = list(dict.fromkeys(group for line in kept for group in line))
     if not every:
@@ -135,8 +135,8 @@ def _estimate_groups(
 def _every_line(
     space: Space, cluster: ClusterArrays, workers: list[int], depth: int
 ) -> Iterator[tuple[RegionGroup, ...]]:
-    """On few datacenters, where only this kind of plan is asked for: groups of all sizes, also smaller than there is
-    room for, in all combinations, up to `MOST_LINES`."""
+    """On few datacenters: groups of all sizes, also smaller than there is room for, in all combinations, up to
+    `MOST_LINES`."""
     by_dcs: dict[frozenset[int], list[RegionGroup]] = {}
     usable = [i for i, n in enumerate(workers) if n]
     for size in range(1, min(len(usable), depth) + 1):
