@@ -56,14 +56,15 @@ def stop_while_writing(child: int, root: Path) -> None:
 
 def main(root: Path, seed: int, runs: int) -> None:
     chance = random.Random(seed)
-    ear, bell = os.pipe()
     save_s = 0.0
     for run in range(runs):
+        ear, bell = os.pipe()
         began = time.monotonic()
         child = os.fork()
         if not child:
             write_forever(root, bell)
-        if not run:  # so that there is something to lose, and we know how long a save takes here
+        os.close(bell)
+        if run < 2:  # there is something to lose, of two attempts, and we know how long a save takes here
             os.read(ear, 1)
             save_s = time.monotonic() - began
         time.sleep(chance.uniform(0, 2 * save_s))
@@ -71,6 +72,7 @@ def main(root: Path, seed: int, runs: int) -> None:
             stop_while_writing(child, root)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+        os.close(ear)
         print("killed", flush=True)
         sys.stdin.readline()
 
