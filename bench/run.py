@@ -7,8 +7,9 @@ A bench prints one JSON line per figure (bench/common/report.py). This script co
 missed and what could not be measured here, and checks that every line named in docs/claims.md was printed. The exit
 status is 1 if a bar was missed, a bench crashed or a claim has no line.
 
-All benches together take about seven hours on two cores. FILE gets the lines of each bench as it ends, so an
-interrupted run continues with --resume: it skips the benches that FILE has results of, from the same commit.
+All benches together take about seven hours on two cores (half of their time limits; not measured). FILE gets the lines
+of each bench as it ends, so an interrupted run continues with --resume: it skips the benches that FILE has results of,
+from the same commit.
 """
 
 from __future__ import annotations
