@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import slow_metrics
 from slow_metrics import length
-from trace_samples import CARD, allreduce, kernel, random_events, step, write
+from trace_samples import CARD, allreduce, kernel, memory, random_events, step, write
 
 from atlas.evidence.card import Card
 from atlas.evidence.ccl import ccl_metrics, rank_figures, sampled
@@ -75,6 +75,15 @@ def test_exposed_communication_lies_outside_compute(tmp_path: Path) -> None:
     assert (found.step_s, found.compute_s, found.exposed_s) == pytest.approx((1e-3, 4e-4, 2e-4))
     assert found.idle_s == pytest.approx(4e-4)
     assert found.volume_bytes["allreduce"] == 4000
+
+
+def test_fills_and_copies_inside_the_device_are_compute_and_transfers_are_not(tmp_path: Path) -> None:
+    events = [step(k, 1000 * k, 1000) for k in range(3)]
+    events += [kernel("gemm", 1100, 400)]
+    events += [memory("gpu_memset", "Memset (Device)", 1500, 50), memory("gpu_memcpy", "Memcpy DtoD", 1450, 200)]
+    events += [memory("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 1700, 90)]
+    found = own_figures(read_rank(write(tmp_path / "t.json", events)))
+    assert (found.compute_s, found.exposed_s, found.idle_s) == pytest.approx((550e-6, 0, 450e-6))
 
 
 def test_many_ranks_are_sampled_as_ccl_bench_samples_them() -> None:

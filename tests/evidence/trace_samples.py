@@ -24,6 +24,11 @@ def kernel(name: str, start_us: float, length_us: float, **args: Any) -> Event:
     }
 
 
+def memory(category: str, name: str, start_us: float, length_us: float) -> Event:
+    """A fill or a copy of the device: `gpu_memset` or `gpu_memcpy`."""
+    return {**kernel(name, start_us, length_us), "cat": category}
+
+
 def step(number: int, start_us: float, length_us: float) -> Event:
     return {
         **{"ph": "X", "cat": "user_annotation", "name": f"ProfilerStep#{number}", "pid": 9, "tid": 9},

@@ -24,10 +24,10 @@ CAUSES = ("wan", "peer", "sync", "fill", "drain")
 """Of bubbles, as `atlas.ir.analysis` names them."""
 OWN_DEFINITIONS = {
     "step_time": "Mean length of the inner steps, over all ranks; without steps, the span of all kernels.",
-    "compute_time": "Union of all kernels but communication, per step.",
+    "compute_time": "Union of kernels but communication, and of fills and copies inside the device, per step.",
     "exposed_communication_time": "Union of communication kernels less what lies under compute, per step.",
     "exposed_communication_fraction": "exposed_communication_time over step_time.",
-    "idle_time": "Of a step: no kernel runs at all.",
+    "idle_time": "Of a step: no kernel, fill or copy inside the device runs.",
     **{f"bubble_{cause}_time": f"Idle, per step, cause {cause}; of traces that Atlas wrote." for cause in CAUSES},
     "compute_imbalance_ratio": "Largest over smallest compute_time of a rank; waiting does not hide it.",
     **{f"volume_per_step_{kind}_gb": f"10^9 bytes into {kind} per step; mean over ranks." for kind in COLLECTIVES},
@@ -65,7 +65,10 @@ def own_figures(trace: RankTrace) -> OwnFigures:
         if not len(start):
             low = high = np.zeros(1)
     comm = (trace.traits & (BIT["comm"] | BIT["comm_overlap"])) != 0
-    talking, computing = union(start[comm], end[comm]), union(start[~comm], end[~comm])
+    memory_start, memory_end = trace.memory_start_us, trace.memory_start_us + trace.memory_length_us
+    talking = union(start[comm], end[comm])
+    computing = union(np.concatenate([start[~comm], memory_start]), np.concatenate([end[~comm], memory_end]))
+    working = union(np.concatenate([start, memory_start]), np.concatenate([end, memory_end]))
     hidden = intersection(talking, computing)
     count = len(low)
 
@@ -86,7 +89,7 @@ def own_figures(trace: RankTrace) -> OwnFigures:
         step_s=per_step(high - low),
         compute_s=per_step(computing.within(low, high)),
         exposed_s=per_step(talking.within(low, high) - hidden.within(low, high)),
-        idle_s=per_step(high - low - union(start, end).within(low, high)),
+        idle_s=per_step(high - low - working.within(low, high)),
         bubbles_s=_bubbles(trace, low, high) if trace.bubbles_us else None,
         volume_bytes=volume,
     )

@@ -44,6 +44,7 @@ BIT = {name: bit for name, (bit, _) in TRAITS.items()}
 _PATTERNS = [(bit, re.compile(words, re.IGNORECASE)) for bit, words in TRAITS.values()]
 _STEP = re.compile(r"ProfilerStep#(\d{1,18})$")
 _SGLANG = re.compile(r"\brun_batch\b")
+_INSIDE_DEVICE = re.compile(r"Memset|Memcpy DtoD", re.IGNORECASE)
 _COPY_CATEGORIES = ("Op", "gpu_op", "device_op", None)
 COLLECTIVES = ("allreduce", "allgather", "reducescatter", "alltoall")
 _BY_KERNEL = {"AllReduce": "allreduce", "AllGather": "allgather", "ReduceScatter": "reducescatter"}
@@ -96,6 +97,9 @@ class RankTrace:
     """Of every kernel, in file order."""
     length_us: Floats = field(default_factory=lambda: np.zeros(0))
     traits: NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))
+    memory_start_us: Floats = field(default_factory=lambda: np.zeros(0))
+    """Of every fill and copy inside the device's memory, which torch uses in place of a kernel where it can."""
+    memory_length_us: Floats = field(default_factory=lambda: np.zeros(0))
     other_start_us: Floats = field(default_factory=lambda: np.zeros(0))
     """Of device events in other categories, which only the copy metric counts."""
     other_length_us: Floats = field(default_factory=lambda: np.zeros(0))
@@ -146,6 +150,8 @@ def read_rank(path: Path, *, salvage: bool = False) -> RankTrace:
         "user_annotation": reader.annotation,
         "python_function": reader.python_function,
         "atlas_bubble": reader.bubble,
+        "gpu_memcpy": reader.device_memory,
+        "gpu_memset": reader.device_memory,
         **dict.fromkeys(_COPY_CATEGORIES, reader.other),
     }
     for event in file:
@@ -169,6 +175,7 @@ class _EventSums:
     def __init__(self, trace: RankTrace) -> None:
         self.trace = trace
         self._start, self._length, self._traits = array("d"), array("d"), array("B")
+        self._memory = (array("d"), array("d"))
         self._other = (array("d"), array("d"), array("B"))
         self._known: dict[str, int] = {}
         self._covered = [0.0, 0.0]
@@ -177,6 +184,7 @@ class _EventSums:
     def finish(self) -> None:
         trace = self.trace
         trace.start_us, trace.length_us, trace.traits = _columns(self._start, self._length, self._traits)
+        trace.memory_start_us, trace.memory_length_us = (np.frombuffer(column, np.float64) for column in self._memory)
         trace.other_start_us, trace.other_length_us, trace.other_traits = _columns(*self._other)
         trace.covered = (self._covered[0], self._covered[1])
         trace.copied = (self._copied[0], self._copied[1])
@@ -259,6 +267,14 @@ class _EventSums:
         start, length = _number(event.get("ts")), _number(event.get("dur"))
         if start is not None and length is not None and length >= 0:
             self.trace.bubbles_us.append((str(event.get("name", "")).removeprefix("bubble "), start, length))
+
+    def device_memory(self, event: dict[str, Any]) -> None:
+        if _INSIDE_DEVICE.match(str(event.get("name", ""))):
+            start, length = _number(event.get("ts")), _number(event.get("dur"))
+            if start is not None and length is not None and length > 0:
+                self._memory[0].append(start)
+                self._memory[1].append(length)
+        self.copy(event)
 
     def other(self, event: dict[str, Any]) -> None:
         start, length = _number(event.get("ts")), _number(event.get("dur"))
