@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from common.plain_llama import PlainLlama, PlainShape
 from common.report import Report, not_measured
+from common.stack_samples import newest, sample_workers, table
 
 from atlas.cost.memory import peak_memory
 from atlas.cost.table import kind_costs, uniform_costs
@@ -156,6 +157,19 @@ class Ours:
         into.seconds += (np.diff(ends)[WARM - 1 :] / 1e9).tolist()
         into.peak_bytes = max(into.peak_bytes, *run.timeline.meta["peak_bytes"].values())
         return run
+
+    def first_step(self, num_microbatches: int) -> dict[str, float]:
+        """Seconds to the end of the first step (`all`), and of each phase of the worker's start."""
+        began, first = time.perf_counter(), []
+        run = emulate(
+            program_of("whole", num_microbatches),
+            uniform_costs(1, 1, kind_costs(forward_ns=0)),
+            training_of(self.shape, self.device),
+            EmulationSettings(1, device=self.device, paths={}, patience_s=300.0, keep_weights=False),
+            on_step=lambda *_: first.append(time.perf_counter() - began),
+        )
+        (phases,) = run.timeline.meta["start_s"].values()
+        return {"all": first[0], **phases}
 
     def after_kill_s(self, num_microbatches: int) -> float:
         """From the kill of the worker to the end of the first step of its next attempt, which begins without a
@@ -289,6 +303,23 @@ def _forget(device: str) -> None:
     torch._dynamo.reset()
 
 
+def first_steps(report: Report, name: str, shape: PlainShape, args: argparse.Namespace) -> None:
+    """Three starts and a kill, with the phases of each start, and with `--stacks` what its threads did."""
+    ours = Ours(shape, args.device)
+
+    def show(what: str, bar_s: float) -> None:
+        found = ours.first_step(args.microbatches)
+        report.figure(f"{name}: first step, {what}", found.pop("all"), "s", at_most=bar_s)
+        print(f"  start: {', '.join(f'{phase} {took_s:.2f} s' for phase, took_s in found.items())}", flush=True)
+        if args.stacks is not None:
+            (args.stacks / f"{name}, {what}.txt".replace(" ", "-")).write_text("\n".join(table(newest(args.stacks))))
+
+    show("cold", 90.0)
+    show("kernels kept", 12.0)
+    show("kernels kept, again", 12.0)
+    report.figure(f"{name}: first step, after a kill", ours.after_kill_s(args.microbatches), "s", at_most=15.0)
+
+
 def small_ops(report: Report, device: str, shape: PlainShape, num_steps: int) -> None:
     ours, found = Ours(shape, device), Measured()
     run = ours.run("split", num_steps, 8, found)
@@ -303,6 +334,8 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
     parser.add_argument("--steps", type=int, default=6, help="measured steps of each run")
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--only", choices=["first-step"], help="only the time to the first step, by phases")
+    parser.add_argument("--stacks", type=Path, help="with --only: a folder for samples of the workers' stacks")
     parser.add_argument("--rehearse", action="store_true", help="tiny shapes on the CPU; exit status 0 whatever comes")
     args = parser.parse_args(argv)
     args.device = "cpu" if args.rehearse else "cuda:0"
@@ -311,9 +344,13 @@ def main(argv: Sequence[str] = sys.argv[1:]) -> int:
     report = Report("One stage against plain torch (measured)", "torch.compile of each layer and the loss, fused AdamW")
     with tempfile.TemporaryDirectory() as folder:
         os.environ[CACHE] = str(Path(folder) / "kernels")  # empty: the first start is cold
+        if args.stacks is not None:
+            sample_workers(args.stacks)
         for name in args.shapes:
-            compare(report, name, TINY if args.rehearse else SHAPES[name], args)
-        small_ops(report, args.device, TINY if args.rehearse else SMALL, args.steps)
+            part = first_steps if args.only else compare
+            part(report, name, TINY if args.rehearse else SHAPES[name], args)
+        if not args.only:
+            small_ops(report, args.device, TINY if args.rehearse else SMALL, args.steps)
     status = report.finish()
     return 0 if args.rehearse else status
 

@@ -188,7 +188,7 @@ def _told(outcome: RunOutcome) -> dict[str, Any]:
     """What workers say of themselves at the end, for the timeline's `meta`."""
     return {
         key: {name: result[key] for name, result in outcome.results.items()}
-        for key in ("copied", "compiled", "peak_bytes")
+        for key in ("copied", "compiled", "peak_bytes", "start_s")
     }
 
 

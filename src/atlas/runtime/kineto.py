@@ -11,8 +11,11 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 FOLDER, STEPS = "ATLAS_KINETO", "ATLAS_KINETO_STEPS"
 LAST_STEPS = 12
@@ -86,3 +89,13 @@ class KinetoRecorder:
         except (OSError, RuntimeError) as error:
             log.warning("%s: the trace could not be written: %s. Training is not affected", self._path, error)
         self._step = None
+
+
+def named(name: str, work: Callable[[], T]) -> Callable[[], T]:
+    """Work that has this name in a trace."""
+
+    def run() -> T:
+        with torch.profiler.record_function(name):
+            return work()
+
+    return run

@@ -45,6 +45,7 @@ from atlas.errors import AtlasError
 from atlas.runtime.assignment import Assignment
 from atlas.runtime.checkpoint import SaveId
 from atlas.runtime.circuits import WorkerCircuits
+from atlas.runtime.device import Device
 from atlas.runtime.hardware import make_device
 from atlas.runtime.kineto import KinetoRecorder
 from atlas.runtime.messages import MessageWriter, error_message
@@ -147,6 +148,8 @@ def _work(assignment: Assignment, messages: TextIO, out: MessageWriter, follower
     def on_step(record: StepRecord) -> None:
         nonlocal faults, retransmits
         before, faults = faults, worker.links.faults
+        if record.first_step == assignment.first_step:
+            worker.stage_set.times.finish("first step")
         sent_before, retransmits = retransmits, worker.links.num_retransmits
         host_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         told = {
@@ -162,12 +165,15 @@ def _work(assignment: Assignment, messages: TextIO, out: MessageWriter, follower
     def copied(id: SaveId) -> None:
         out.send({"copied": [id.attempt, id.step]})
 
+    began_s = time.monotonic()
     device, filler = make_device(assignment.device), load_filler(assignment.filler)
+    device_s = time.monotonic() - began_s
     device.on_failure(out.fail)
     worker = Worker(
         assignment, device, followers=followers, filler=filler, on_step=on_step, on_saved=saved, on_copied=copied,
         circuits=WorkerCircuits.of(assignment, lambda news: out.send({"circuits": news})),
     )  # fmt: skip
+    worker.stage_set.times.put_first("device", device_s)
     kineto = KinetoRecorder.of(worker.role.number * assignment.tp, worker.last_step)
     worker.names_ops = kineto is not None
     if kineto is not None:
@@ -185,14 +191,20 @@ def _work(assignment: Assignment, messages: TextIO, out: MessageWriter, follower
     gc.freeze()  # existing objects stay: no collection visits them in the middle of a step
     threading.Thread(target=_handle_all, args=(messages, worker, stop_control, out), daemon=True).start()
     may_begin = stop_control.may_begin if kineto is None else kineto.before(stop_control.may_begin)
+    worker.stage_set.times.note("start signal")
     worker.run(message["start_ns"] - skew_ns, may_begin)
     worker.links.main.save_records()
     if kineto is not None:
         kineto.finish()
-    if assignment.weights_file:
+    return _end(worker, device)
+
+
+def _end(worker: Worker, device: Device) -> dict[str, Any]:
+    """Write the weights if asked to; what the worker says of its run."""
+    if worker.assignment.weights_file:
         weights = worker.stage_set.weights()
         arrays = {name: weight.detach().float().cpu().numpy() for name, weight in weights.items()}
-        np.savez(assignment.weights_file, **arrays)  # type: ignore[arg-type]
+        np.savez(worker.assignment.weights_file, **arrays)  # type: ignore[arg-type]
     worker.stage_set.end()
     return {
         "steps": worker.next_step,
@@ -200,6 +212,7 @@ def _work(assignment: Assignment, messages: TextIO, out: MessageWriter, follower
         "copied": device.copied(),
         "compiled": worker.stage_set.backend,
         "peak_bytes": device.peak_bytes(),
+        "start_s": worker.stage_set.times.seconds,
     }
 
 

@@ -23,6 +23,7 @@ from atlas.runtime.assignment import Assignment
 from atlas.runtime.checkpoint import SaveId
 from atlas.runtime.circuits import WorkerCircuits
 from atlas.runtime.device import Device, Span
+from atlas.runtime.kineto import named
 from atlas.runtime.links import PeerAddress, WorkerLinks
 from atlas.runtime.models.decoder import TIED_EMBEDDING, TIED_HEAD
 from atlas.runtime.op_queue import OpQueue
@@ -87,6 +88,7 @@ class Worker:
         if assignment.save is not None:
             resume(self.training, assignment.save, self.role, self.stage_set)
             self.saving = Saving(assignment, assignment.save, self.role, self.stage_set, on_saved)
+            self.stage_set.times.note("checkpoint")
         self.links = WorkerLinks(self.role, assignment, direct=device.is_thread and filler is None and circuits is None)
         shape, dtype = self.task.activation_shape, self.task.dtype
         self.transfers = Transfers(self.links, device, shape, dtype, self._needs(), circuits)
@@ -141,7 +143,9 @@ class Worker:
         self.pipeline_group.join(self.stage_set)
         if self.saving is not None:
             self.saving.start_copying(self.links, self._on_copied)
+        self.stage_set.times.note("connections")
         self.stage_set.warm_up()
+        self.stage_set.times.note("warm-up")
         role, filler, id = self.role, self.assignment.filler, program_id(self.assignment.program)
         host, security = "127.0.0.1" if filler is None else filler.host, self.links.main.security
         facts = WorkerFacts(
@@ -369,7 +373,7 @@ class Worker:
             self.waits.ran(Position(now.first_step, index), span)
 
         if self.names_ops:
-            work = _named(str(op), work)
+            work = named(str(op), work)
         return self._queue.launch(work, int(self.compute_ns[op.stage, op.kind]), ready_ns, note)
 
     def _slot(self, op: Op, now: ProgramPass) -> int:
@@ -389,11 +393,3 @@ def _require_finite(losses: Iterable[float], step: int) -> None:
     wrong = next((loss for loss in losses if not math.isfinite(loss)), None)
     if wrong is not None:
         raise _diverged(step, f"the loss is {wrong}")
-
-
-def _named(name: str, work: Callable[[], T]) -> Callable[[], T]:
-    def run() -> T:
-        with torch.profiler.record_function(name):
-            return work()
-
-    return run
