@@ -12,10 +12,13 @@ cubic; then reno and bbr run over the true path and over each model, at the same
 
 Models that are equal share one run. Figures are medians of the absolute relative error over paths and senders; the true
 path runs twice, which shows how much two runs differ. `reactive` has a competing cubic flow in the queue that started
-some seconds earlier; throughput is the mean of `--repeats` runs of each sender. A job in which the emulator was late is
-repeated, at most three times, and is void otherwise. Jobs run side by side, two cores each. `--quick`: 2 paths, 8 s.
+5 s earlier, in the recording and in the runs. The first run of each sender is judged; `--repeats` adds runs in which
+the flow starts at other moments, whose means are reported beside it. A job in which the emulator was late is repeated,
+at most three times, and is void otherwise. Jobs run side by side, two cores each. `--quick`: 2 paths, 8 s.
 
-    python bench/weather.py --parallel 8        # 16 cores, root: all bars, about 8 minutes
+    python bench/weather.py --parallel 8        # 16 cores, root: all bars, about 7 minutes
+    python bench/weather.py --paths 0-3 --save a.jsonl      # or in pieces,
+    python bench/weather.py --merge a.jsonl b.jsonl c.jsonl # and one verdict for all of them
 """
 
 from __future__ import annotations
@@ -26,229 +29,125 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 from lab.lines import Lines
-from lab.senders import Jobs, Sender, random_path, require_kernel, run_senders, shared_path
+from lab.sender_runs import METHODS, Recording, Row, RowFile, Test, read_rows, run_all
+from lab.senders import Jobs, random_path, require_kernel, shared_path
 
-from atlas.errors import AtlasError
-from atlas.wan.emulator.paths import PathSpec
 from atlas.weather.draw import drawn_rows
 from atlas.weather.fit import learn
 from atlas.weather.packets import PacketTable
-from atlas.weather.path_model import WINDOW_NS, PathModel
 
 TESTED = ("reno", "bbr")
 SEED, REACTIVE_SEED = 1000, 2000
-LEAD_S, LEADS_S = 5.0, (5.0, 3.0, 7.0, 4.0, 6.0)
-"""How much earlier a competing flow starts: in the recording, and in the runs of a sender. What a sender gets depends
-on when the flow had its last loss, so several moments are averaged."""
-
-
-# ---- models --------------------------------------------------------------------------------------------------------
-def path_of(model: PathModel) -> PathSpec:
-    """A model as a path of the emulator."""
-    replays = model.rivals == 0 and model.cross_bps.any()
-    cross = tuple((model.cross_bps / model.capacity_bps).tolist()) if replays else ()
-    queue = max(3000, round(model.buffer_bytes))
-    return PathSpec(model.rtt_ns / 2e9, None, model.capacity_bps, queue_bytes=queue, cross=cross, rivals=model.rivals)
-
-
-def replayed(table: PacketTable) -> PathModel:
-    """The sender's own rate over time as what the link carries."""
-    base = learn(table, "peak").model
-    arrived = ~table.lost
-    window = (table.sent_ns[arrived] - table.sent_ns[0]) // WINDOW_NS
-    rate = np.bincount(window, table.num_bytes[arrived]) * (8e9 / WINDOW_NS)
-    cross = np.maximum(0.0, base.capacity_bps - np.maximum(rate, 0.02 * base.capacity_bps))
-    return replace(base, cross_bps=cross, known=cross >= 0, method="replay")
-
-
-def gru_model(table: PacketTable) -> PathModel | None:
-    try:
-        from atlas.runtime.weather_fit import fit_gru
-    except ImportError:
-        return None
-    return fit_gru(table)
-
-
-METHODS: dict[str, Callable[[PacketTable], PathModel | None]] = {
-    "constant": lambda table: learn(table, "constant").model,
-    "replay": replayed,
-    "peak": lambda table: learn(table, "peak").model,
-    "auto": lambda table: learn(table).model,
-    "gru": gru_model,
-}
-
-
-def figures(table: PacketTable, seconds: float) -> dict[str, float]:
-    arrived = ~table.lost & (table.sent_ns - table.sent_ns[0] < seconds * 1e9)
-    delay = table.rtt_ns[arrived]
-    return {
-        "mean delay": float(delay.mean()),
-        "p95 delay": float(np.percentile(delay, 95)),
-        "throughput": float(table.num_bytes[arrived].sum()),
-    }
-
-
-# ---- jobs ----------------------------------------------------------------------------------------------------------
-class Recording(NamedTuple):
-    """A path to record, and then the models that were fitted."""
-
-    number: int
-    path: PathSpec
-    seconds: float
-    methods: tuple[str, ...]
-    models: dict[str, PathSpec] = {}  # noqa: RUF012
-
-    @property
-    def lead_s(self) -> float:
-        return LEAD_S if self.path.trunk is not None else 0.0
-
-
-def rivals_of(path: PathSpec, name: str = "rival") -> list[Sender]:
-    return [] if path.trunk is None else [Sender(name, path, "cubic", first=True)]
-
-
-def recorded(one: Recording) -> Recording | None:
-    senders = [Sender("cubic", one.path, "cubic"), *rivals_of(one.path)]
-    found = run_senders(senders, one.seconds, one.lead_s)
-    if found is None:
-        return None
-    fitted = {name: model for name in one.methods if (model := METHODS[name](found["cubic"])) is not None}
-    for name, model in fitted.items():
-        share = f"{100 * model.mean_share:.0f} %"
-        said = f"{model.capacity_bps / 1e6:.4g} Mbit/s, {model.rtt_ns / 1e6:.4g} ms, {model.buffer_bytes / 1e3:.4g} KB"
-        print(
-            f"# path {one.number}, {name} ({model.method}): {said}, cross {share}, flows {model.rivals}",
-            file=sys.stderr,
-            flush=True,
-        )
-    return one._replace(models={name: path_of(model) for name, model in fitted.items()})
-
-
-class Test(NamedTuple):
-    """Senders of one net."""
-
-    one: Recording
-    controls: tuple[str, ...]
-    lead_s: float = 0.0
-    twice: bool = False
-
-
-Found = dict[str, dict[str, dict[str, float]]]
-"""By congestion control and name of the model, and `true` (and `again`): figures of a sender."""
-
-
-def tested(test: Test) -> Found | None:
-    """Equal models share a run."""
-    one = test.one
-    ahead = (0.0,) * round(test.lead_s * 10)
-    runs = {path: name for name, path in reversed(one.models.items())}
-    senders = []
-    for control in test.controls:
-        path = one.path if one.path.trunk is None else replace(one.path, trunk=replace(one.path.trunk, name=control))
-        senders += [Sender(f"{control} true", path, control), *rivals_of(path, f"{control} rival")]
-        senders += [Sender(f"{control} again", path, control)] if test.twice else []
-        for model, name in runs.items():
-            cross = model.cross and (*ahead, *model.cross)
-            senders.append(Sender(f"{control} {name}", replace(model, cross=cross), control))
-    tables = run_senders(senders, one.seconds, test.lead_s)
-    if tables is None:
-        return None
-    found: Found = {control: {} for control in test.controls}
-    for key, table in tables.items():
-        control, name = key.split()
-        if name != "rival":
-            found[control][name] = figures(table, one.seconds)
-    for got in found.values():
-        got |= {name: got[runs[path]] for name, path in one.models.items()}
-    return found
-
-
-# ---- the lines -----------------------------------------------------------------------------------------------------
+LEADS_S = (5.0, 3.0, 7.0, 4.0, 6.0)
+"""How much earlier a competing flow starts than the sender: in the recording and in the run that is judged, and in
+further runs. What a sender gets depends on when the flow had its last loss."""
+REACTIVE_METHODS = ("replay", "peak", "auto")
 BARS = {"mean delay": 0.06, "p95 delay": 0.08, "throughput": 0.05}
 
 
-def held_out_senders(lines: Lines, jobs: Jobs, num_paths: int, seconds: float, methods: list[str]) -> None:
-    paths = [random_path(random.Random(SEED + number), seconds) for number in range(num_paths)]
-    todo = [Recording(number, path, seconds, tuple(methods)) for number, path in enumerate(paths)]
-    ready = [one for one in jobs.run(recorded, todo) if one is not None]
-    tests = [Test(one, (control,), twice=True) for one in ready for control in TESTED]
+# ---- the runs ------------------------------------------------------------------------------------------------------
+def recordings(parts: list[str], numbers: range, seconds: float, methods: list[str]) -> list[Recording]:
+    found = []
+    if "senders" in parts:
+        paths = {number: random_path(random.Random(SEED + number), seconds) for number in numbers}
+        found += [Recording("senders", number, path, seconds, tuple(methods)) for number, path in paths.items()]
+    if "reactive" in parts:
+        paths = {number: shared_path(random.Random(REACTIVE_SEED + number)) for number in numbers}
+        names = REACTIVE_METHODS
+        found += [Recording("reactive", number, path, seconds, names, LEADS_S[0]) for number, path in paths.items()]
+    return found
+
+
+def tests_of(one: Recording, repeats: int) -> list[Test]:
+    """Two senders beside a flow share a net; those beside fixed cross traffic have more models to run over."""
+    if one.part == "reactive":
+        return [Test(one, TESTED, lead_s) for lead_s in LEADS_S[:repeats]]
+    return [Test(one, (control,), twice=True) for control in TESTED]
+
+
+# ---- the lines -----------------------------------------------------------------------------------------------------
+def verdict(lines: Lines, rows: Iterable[Row]) -> None:
+    """Lines of whatever was measured."""
+    for part, judge in (("senders", held_out_senders), ("reactive", reactive)):
+        mine = [row for row in rows if row["part"] == part]
+        if mine and all(row["figures"] is None for row in mine):
+            lines.skip(part, f"{len(mine)} of {len(mine)} runs void: the emulator was late")
+        elif mine:
+            judge(lines, mine)
+
+
+def held_out_senders(lines: Lines, rows: list[Row]) -> None:
+    measured = [row for row in rows if row["figures"] is not None]
     errors: dict[tuple[str, str], list[float]] = {}
-    worse, cells, equal = 0, 0, 0
-    for test, found in zip(tests, jobs.run(tested, tests), strict=True):
-        if found is None:
-            continue
-        ((control, got),) = found.items()
-        true = got.pop("true")
-        off = {name: {key: abs(value / true[key] - 1) for key, value in one.items()} for name, one in got.items()}
-        for name, one in off.items():
-            for key, value in one.items():
-                errors.setdefault((name, key), []).append(value)
-        cells, equal = cells + len(BARS), equal + len(BARS) * (test.one.models["auto"] == test.one.models["peak"])
-        worse += sum(off["auto"][key] > off["peak"][key] for key in BARS)
-        print(f"# path {test.one.number} {control}: " + "; ".join(f"{n} {_said(o)}" for n, o in off.items()))
-    if not errors:
-        raise AtlasError("every batch was void: the emulator was late")
-    middle = {key: statistics.median(values) for key, values in errors.items()}
-    num_runs, names = cells // len(BARS), dict.fromkeys(name for name, _ in errors)
+    worse = equal = 0
+    for row in measured:
+        off = {(name, key): _off(row, name, key) for name in row["figures"] if name != "true" for key in BARS}
+        for what, value in off.items():
+            errors.setdefault(what, []).append(value)
+        equal += len(BARS) * row["auto_is_peak"]
+        worse += sum(off["auto", key] > off["peak", key] for key in BARS)
+    middle = {what: statistics.median(values) for what, values in errors.items()}
+    names = dict.fromkeys(name for name, _ in errors)
+    about = f"medians of {len(measured)} runs of {_seconds(rows)} s, {len(rows) - len(measured)} void"
     for key, bar in BARS.items():
         beside = ", ".join(f"{name} {100 * middle[name, key]:.2f} %" for name in names)
-        note = f"medians of {num_runs} runs of {seconds:g} s: {beside}; {len(TESTED) * num_paths - num_runs} runs void"
         line = f"fitted on cubic, judged on reno and bbr: {key}"
-        lines.at_most(line, 100 * middle["auto", key], "%", 100 * bar, note=note)
+        lines.at_most(line, 100 * middle["auto", key], "%", 100 * bar, note=f"{about}: {beside}")
     gain = middle["constant", "mean delay"] / max(1e-9, middle["auto", "mean delay"])
     lines.at_least("mean delay: error of a constant rate over that of the model", gain, "x", 3.0)
-    note = f"in {equal} both are the same model"
+    gain = middle["constant", "p95 delay"] / max(1e-9, middle["auto", "p95 delay"])
+    lines.at_least("p95 delay: error of a constant rate over that of the model", gain, "x", 3.0)
+    cells, note = len(BARS) * len(measured), f"in {equal} both are the same model"
     lines.at_most(f"cells of {cells} in which the default is worse than iBoxNet-like", worse, "cells", 0, note=note)
 
 
-def reactive(lines: Lines, jobs: Jobs, num_paths: int, seconds: float, repeats: int) -> None:
+def reactive(lines: Lines, rows: list[Row]) -> None:
     """A competing cubic flow in the same queue in place of fixed cross traffic: it yields to a sender that takes
     more."""
-    names = ("auto", "replay")
-    paths = [shared_path(random.Random(REACTIVE_SEED + number)) for number in range(num_paths)]
-    todo = [Recording(number, path, seconds, names) for number, path in enumerate(paths)]
-    ready = [one for one in jobs.run(recorded, todo) if one is not None]
-    tests = [Test(one, TESTED, lead_s) for one in ready for lead_s in LEADS_S[:repeats]]
-    got: dict[tuple[int, str], list[dict[str, float]]] = {}
-    for test, found in zip(tests, jobs.run(tested, tests), strict=True):
-        for control, each in (found or {}).items():
-            one = {name: value["throughput"] for name, value in each.items()}
-            got.setdefault((test.one.number, control), []).append(one)
-    if not got:
-        raise AtlasError("every batch was void: the emulator was late")
-    off: dict[str, list[float]] = {name: [] for name in names}
-    spread = []
-    for (number, control), runs in got.items():
-        true = statistics.fmean(one["true"] for one in runs)
-        for name in names:
-            off[name].append(abs(statistics.fmean(one[name] for one in runs) / true - 1))
-        spread += [abs(one["true"] / true - 1) for one in runs]
-        said = ", ".join(f"{name} {100 * values[-1]:.1f} %" for name, values in off.items())
-        each = ", ".join(f"{8e-6 * one['true'] / seconds:.3g}/{8e-6 * one['auto'] / seconds:.3g}" for one in runs)
-        print(f"# path {number} {control}, reactive: {said}; true/auto in Mbit/s: {each}", flush=True)
-    ours, replay = (100 * statistics.median(values) for values in off.values())
-    with_flows = sum(one.models["auto"].rivals > 0 for one in ready)
-    void = len(TESTED) * num_paths * repeats - sum(map(len, got.values()))
+    measured = [row for row in rows if row["figures"] is not None]
+    judged = [row for row in measured if row["lead_s"] == LEADS_S[0]]
+    middle = {name: _middle([[row] for row in judged], name) for name in REACTIVE_METHODS}
+    found = {row["path"]: row["rivals"] > 0 for row in measured}
     note = (
-        f"median of {len(got)} senders, each the mean of {repeats} runs; replay {replay:.1f} %; a single run is "
-        f"{100 * statistics.fmean(spread):.1f} % from the mean of its path; competing flows found on {with_flows} of "
-        f"{len(ready)} paths; {void} runs void"
+        f"median of {len(judged)} runs of {_seconds(rows)} s, {len(rows) - len(measured)} of {len(rows)} void; replay "
+        f"{middle['replay']:.1f} %, iBoxNet-like {middle['peak']:.1f} %; competing flows found on "
+        f"{sum(found.values())} of {len(found)} paths"
     )
-    lines.at_most("reactive cross traffic: throughput off by", ours, "%", 12, note=note)
-    lines.at_least("the same: error of replay over that of the model", replay / max(1e-9, ours), "x", 1.5)
+    lines.at_most("reactive cross traffic: throughput off by", middle["auto"], "%", 12, note=note)
+    gain = middle["replay"] / max(1e-9, middle["auto"])
+    lines.at_least("the same: error of replay over that of the model", gain, "x", 1.5)
+    for control in TESTED:
+        of = [[row] for row in judged if row["control"] == control]
+        note = ", ".join(f"{name} {_middle(of, name):.1f} %" for name in REACTIVE_METHODS)
+        lines.add(f"the same, {control} alone", _middle(of, "auto"), "%", "", None, note=note)
+    if len(measured) > len(judged):
+        keys = dict.fromkeys((row["path"], row["control"]) for row in measured)
+        of = [[row for row in measured if (row["path"], row["control"]) == key] for key in keys]
+        note = ", ".join(f"{name} {_middle(of, name):.1f} %" for name in REACTIVE_METHODS)
+        lines.add("the same, means of runs with several starts", _middle(of, "auto"), "%", "", None, note=note)
 
 
-def _said(one: dict[str, float]) -> str:
-    return "/".join(f"{100 * value:.1f}" for value in one.values())
+def _middle(groups: list[list[Row]], name: str) -> float:
+    """In percent: the median, over groups of runs, of how far the mean throughput is off."""
+    mean = [
+        [statistics.fmean(row["figures"][n]["throughput"] for row in rows) for n in (name, "true")] for rows in groups
+    ]
+    return 100 * statistics.median(abs(ours / true - 1) for ours, true in mean)
+
+
+def _off(row: Row, name: str, key: str) -> float:
+    return abs(float(row["figures"][name][key] / row["figures"]["true"][key]) - 1)
+
+
+def _seconds(rows: list[Row]) -> str:
+    return " and ".join(f"{seconds:g}" for seconds in sorted({row["seconds"] for row in rows}))
 
 
 def speed(lines: Lines) -> None:
@@ -265,33 +164,53 @@ def speed(lines: Lines) -> None:
     lines.at_most("rows for one hour", time.process_time() - began, "s of CPU", 1)
 
 
-def main() -> int:
+# ---- the command ---------------------------------------------------------------------------------------------------
+def numbers(text: str) -> range:
+    """`12`: paths 0 to 11. `3-5`: paths 3, 4 and 5."""
+    first, dash, last = text.partition("-")
+    found = range(int(first), int(last) + 1) if dash else range(int(first))
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text}: no paths. Give a count (12) or a range (3-5)")
+    return found
+
+
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--paths", type=int, default=12)
+    parser.add_argument("--paths", type=numbers, default=range(12), metavar="N|A-B", help="how many or which paths")
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument(
-        "--repeats", type=int, default=2, help="runs of each sender beside a competing flow (default 2)"
+        "--repeats", type=int, default=1, help="runs of each sender beside a competing flow (default 1)"
     )
     parser.add_argument("--parallel", type=int, metavar="N", help="jobs at a time (default: one per two cores)")
     parser.add_argument("--without-gru", action="store_true", help="do not fit the network")
     parser.add_argument("--part", action="append", choices=("speed", "senders", "reactive"))
-    args = parser.parse_args()
-    num_paths, seconds = (2, 8.0) if args.quick else (args.paths, args.seconds)
+    parser.add_argument("--limit", type=float, metavar="S", help="start no run after so many seconds; the rest is void")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="append the figures of each run to a file")
+    parser.add_argument("--merge", type=Path, nargs="+", metavar="FILE", help="run nothing; judge the runs of files")
+    return parser.parse_args()
+
+
+def main() -> int:
+    args, lines = arguments(), Lines()
+    if args.merge:
+        verdict(lines, read_rows(args.merge))
+        return lines.table()
+    paths, seconds = (range(2), 8.0) if args.quick else (args.paths, args.seconds)
     methods = [name for name in METHODS if name != "gru" or not args.without_gru]
-    lines, parts = Lines(), args.part or ["speed", "senders", "reactive"]
+    parts = args.part or ["speed", "senders", "reactive"]
     if "speed" in parts:
         speed(lines)
     if set(parts) - {"speed"}:
         require_kernel(("cubic", *TESTED))
-        began = time.monotonic()
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+        began, file = time.monotonic(), RowFile(args.save)
+        until_s = None if args.limit is None else began + args.limit
         with Jobs(args.parallel) as jobs:
-            if "senders" in parts:
-                held_out_senders(lines, jobs, num_paths, seconds, methods)
-            if "reactive" in parts:
-                reactive(lines, jobs, num_paths, seconds, 1 if args.quick else args.repeats)
+            todo = [one._replace(until_s=until_s) for one in recordings(parts, paths, seconds, methods)]
+            run_all(jobs, todo, lambda one: tests_of(one, 1 if args.quick else args.repeats), file.keep)
         print(f"# {time.monotonic() - began:.0f} s, {jobs.parallel} jobs at a time", flush=True)
+        verdict(lines, file.rows)
     return lines.table()
 
 

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -75,9 +75,14 @@ def random_cross(rng: random.Random, num: int) -> tuple[float, ...]:
 
 
 # ---- senders -------------------------------------------------------------------------------------------------------
-def run_senders(senders: Sequence[Sender], seconds: float, lead_s: float = 0.0) -> dict[str, PacketTable] | None:
-    """All at once; what became of their packets, by name. None if the emulator was late in every try."""
+def run_senders(
+    senders: Sequence[Sender], seconds: float, lead_s: float = 0.0, until_s: float | None = None
+) -> dict[str, PacketTable] | None:
+    """All at once; what became of their packets, by name. None if the emulator was late in every try, or if it is
+    later than `until_s` of the monotonic clock."""
     for _ in range(TRIES):
+        if until_s is not None and time.monotonic() > until_s:
+            return None
         try:
             return _run_senders(senders, seconds, lead_s)
         except EmulatorLateError as error:
@@ -160,6 +165,9 @@ class Jobs:
         for k in range(self.parallel):
             slots.put({cores[(CORES * k + i) % len(cores)] for i in range(CORES)})
         self._pool = ProcessPoolExecutor(self.parallel, context, initializer=_pin, initargs=(slots,))
+
+    def submit(self, call: Callable[[T], R], what: T) -> Future[R]:
+        return self._pool.submit(call, what)
 
     def run(self, call: Callable[[T], R], each: Iterable[T]) -> list[R]:
         return list(self._pool.map(call, each))
