@@ -9,6 +9,7 @@ import pytest
 from path_samples import BUFFER, CAPACITY_BPS, RTT_NS, cross_of, sampled, written
 
 from atlas.cli import main
+from atlas.errors import SpecError
 from atlas.weather.cell import packet_rtts
 from atlas.weather.fit import learn
 from atlas.weather.packets import PacketTable
@@ -64,6 +65,27 @@ def test_a_queue_that_stands_for_seconds_is_no_route_change() -> None:
     stood = np.where(middle & ~one.lost, one.rtt_ns.max(), one.rtt_ns)
     learnt = learn(PacketTable("t", one.sent_ns, one.num_bytes, stood, 0))
     assert not any("the route changed" in text for text in learnt.warnings)
+
+
+def _twice(gap_s: float) -> PacketTable:
+    one = sampled(8.0)
+    later = one.sent_ns + 8 * 10**9 + round(gap_s * 1e9)
+    both = [np.concatenate([a, b]) for a, b in ((one.sent_ns, later), *([x, x] for x in (one.num_bytes, one.rtt_ns)))]
+    return PacketTable("t", *both, 0)
+
+
+def test_the_time_between_two_recordings_is_no_weather() -> None:
+    one, apart = learn(sampled(8.0)).model, learn(_twice(3600.0)).model
+    assert one.gap is None
+    assert apart.gap is not None
+    assert apart.gap.sum() == 36_000
+    assert apart.mean_share == pytest.approx(one.mean_share, rel=0.03)
+    assert apart.rivals == 0
+
+
+def test_a_table_of_many_days_is_refused() -> None:
+    with pytest.raises(SpecError, match=r"rows = '20 days': may cover 11 days. Remove older parts"):
+        learn(_twice(20 * 86_400.0))
 
 
 def test_the_cell_without_its_buffer_is_a_cumulative_sum() -> None:

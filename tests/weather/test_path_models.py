@@ -6,13 +6,14 @@ import hashlib
 import io
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from atlas.errors import SpecError
-from atlas.weather.draw import LEAST_SHARE, drawn_rows, mean_rows, rows_of
+from atlas.weather.draw import LEAST_SHARE, drawn_cross, drawn_rows, mean_rows, rows_of
 from atlas.weather.path_model import WINDOW_NS, PathModel, load_model, require_like, save_model
 
 
@@ -30,8 +31,8 @@ def test_a_model_comes_back_from_its_file(tmp_path: Path) -> None:
 
 
 def _archive(path: Path, **changes: object) -> None:
-    meta = {"version": 2, "rivals": 0, "window_ns": WINDOW_NS, "capacity_bps": 1e6, "rtt_ns": 1e6, "buffer_bytes": 1e6}
-    arrays = {"cross_bps": np.zeros(3), "known": np.zeros(3, bool)}
+    meta = {"version": 3, "rivals": 0, "window_ns": WINDOW_NS, "capacity_bps": 1e6, "rtt_ns": 1e6, "buffer_bytes": 1e6}
+    arrays = {"cross_bps": np.zeros(3), "known": np.zeros(3, bool), "gap": np.zeros(3, bool)}
     for key, value in changes.items():
         (arrays if key in arrays else meta)[key] = value  # type: ignore[index,assignment]
     data = io.BytesIO()
@@ -43,11 +44,13 @@ def _archive(path: Path, **changes: object) -> None:
     ("changes", "words"),
     [
         ({"version": 1}, "= 1: is a path model of another version"),
+        ({"gap": np.ones(3, bool)}, "has no recorded window"),
+        ({"gap": np.zeros(2, bool)}, "other types or shapes"),
         ({"capacity_bps": float("nan")}, "capacity_bps must be a positive finite number"),
         ({"rtt_ns": -1}, "rtt_ns must be"),
         ({"cross_bps": np.array([0, np.inf, 0])}, "window 1 must be finite"),
         ({"cross_bps": np.array([0, -1.0, 0])}, "window 1 must be finite"),
-        ({"cross_bps": np.zeros(0), "known": np.zeros(0, bool)}, "must have 1 to"),
+        ({"cross_bps": np.zeros(0), "known": np.zeros(0, bool), "gap": np.zeros(0, bool)}, "must have 1 to"),
         ({"cross_bps": np.zeros((3, 1))}, "other types or shapes"),
         ({"cross_bps": np.array([{}, {}, {}], object)}, "truncated or not a path model"),
         ({"window_ns": 5}, "windows must have"),
@@ -57,6 +60,23 @@ def test_a_wrong_model_is_refused(tmp_path: Path, changes: dict[str, object], wo
     _archive(tmp_path / "a.path", **changes)
     with pytest.raises(SpecError, match=words):
         load_model(tmp_path / "a.path")
+
+
+def test_a_model_of_the_version_without_gaps_is_named_as_such(tmp_path: Path) -> None:
+    meta = np.frombuffer(json.dumps({"version": 2}).encode(), np.uint8)
+    with (tmp_path / "a.path").open("wb") as file:
+        np.savez(file, meta=meta, cross_bps=np.zeros(3), known=np.zeros(3, bool))
+    with pytest.raises(SpecError, match=r"= 2: is a path model of another version; this release reads version 3"):
+        load_model(tmp_path / "a.path")
+
+
+def test_weather_is_drawn_from_recorded_windows_only(tmp_path: Path) -> None:
+    cross = np.array([1e6, 2e6, 9e6, 9e6, 9e6, 1e6])
+    save_model(tmp_path / "a.path", replace(model_of(cross), gap=cross == 9e6))
+    model = load_model(tmp_path / "a.path")
+    assert set(drawn_cross(model, 1, (), 500).tolist()) == {1e6, 2e6}
+    assert model.mean_share == pytest.approx(4e6 / 3 / 40e6)
+    assert mean_rows(model)[0] == pytest.approx(1 - 4e6 / 3 / 40e6)
 
 
 def test_a_truncated_or_foreign_file_is_refused(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ def path_charts(model: PathModel, table: PacketTable) -> dict[str, PathChart]:
     window = window_of(table, model.start_ns)
     both = ~table.lost & (rtts != LOST)
     at = (np.arange(len(model.cross_bps)) * WINDOW_NS / 1e9).tolist()
-    share = 100 * model.cross_bps / model.capacity_bps
+    share, recorded = 100 * model.cross_bps / model.capacity_bps, model.recorded
     left = drawn_rows(model, 0, ("page",), DRAWN_WINDOWS).rate
     charts = {
         "Delay": PathChart(
@@ -47,14 +47,18 @@ def path_charts(model: PathModel, table: PacketTable) -> dict[str, PathChart]:
         "Cross traffic": PathChart(
             "seconds",
             "% of the capacity",
-            {"estimated": list(zip(at, share.tolist(), strict=True))},
+            {
+                "estimated": [
+                    point for point, known in zip(zip(at, share.tolist(), strict=True), recorded, strict=True) if known
+                ]
+            },
             "What other users of the path sent. Where the sender did not fill the path, this cannot be seen, and the "
             "last value that was seen is repeated.",
         ),
         "Rate that cross traffic leaves": PathChart(
             "% of the time",
             "% of the capacity, at most",
-            {"recorded": _ranked(100 - np.minimum(share, 98)), "drawn": _ranked(100 * left)},
+            {"recorded": _ranked(100 - np.minimum(share[recorded], 98)), "drawn": _ranked(100 * left)},
             "For x % of the time a sender gets at most y % of the capacity. Drawn: ten minutes of new weather, as "
             "`atlas simulate --monte-carlo` uses it. Similar curves mean that drawn weather is as good and as bad as "
             "the recorded weather.",
@@ -62,7 +66,9 @@ def path_charts(model: PathModel, table: PacketTable) -> dict[str, PathChart]:
     }
     if model.seconds > 2 * 3600:
         hour = ((model.start_ns + np.arange(len(share)) * WINDOW_NS) // 3_600_000_000_000) % 24
-        points = [(float(h), float(share[hour == h].mean())) for h in range(24) if (hour == h).any()]
+        points = [
+            (float(h), float(share[recorded & (hour == h)].mean())) for h in range(24) if (recorded & (hour == h)).any()
+        ]
         words = "The mean of all recorded moments of an hour of the day."
         charts["Cross traffic over the day"] = PathChart("hour (UTC)", "% of the capacity", {"mean": points}, words)
     return charts

@@ -85,7 +85,7 @@ def figures(name: str, learnt: Learnt) -> dict[str, object]:
         "buffer_is_bound": model.buffer_is_bound,
         "cross_share": model.mean_share,
         "competing_flows": model.rivals,
-        "windows": len(model.cross_bps),
+        "windows": int(model.recorded.sum()),
         "windows_seen": int(model.known.sum()),
         "explained_ahead": learnt.explained,
         "explained": learnt.followed,
@@ -96,9 +96,9 @@ def figures(name: str, learnt: Learnt) -> dict[str, object]:
 def described(name: str, learnt: Learnt, span_s: float) -> list[str]:
     model = learnt.model
     least, big = ("at least " if flag else "" for flag in (model.capacity_is_bound, model.buffer_is_bound))
-    seen = 100 * float(model.known.mean())
+    seen = 100 * float(model.known[model.recorded].mean())
     deep_ms = model.buffer_bytes * 8e3 / model.capacity_bps
-    peak = float(model.cross_bps.max()) / model.capacity_bps
+    peak = float(model.recorded_bps.max()) / model.capacity_bps
     return [
         f"{name}: {span_s:.0f} s of packets, method {model.method}",
         f"  capacity       {least}{model.capacity_bps / 1e6:.4g} Mbit/s",
@@ -134,8 +134,8 @@ def page_notes(learnt: Learnt, span_s: float) -> list[str]:
         f"queue of {big}{model.buffer_bytes / 1e3:.4g} KB, which delays packets by up to "
         f"{model.buffer_bytes * 8e3 / model.capacity_bps:.3g} ms when it is full.",
         f"Other users (cross traffic) take {100 * model.mean_share:.0f} % of the link on average, and at most "
-        f"{100 * float(model.cross_bps.max()) / model.capacity_bps:.0f} %. They were visible in "
-        f"{100 * float(model.known.mean()):.0f} % of the time.{ahead}",
+        f"{100 * float(model.recorded_bps.max()) / model.capacity_bps:.0f} %. They were visible in "
+        f"{100 * float(model.known[model.recorded].mean()):.0f} % of the time.{ahead}",
         *(
             [f"They react to the sender like {_flows(model)}: a sender that takes more gets more."]
             if model.rivals

@@ -39,12 +39,13 @@ def drawn_cross(model: PathModel, seed: int, key: Sequence[object], num_windows:
     """Cross traffic of consecutive windows: pieces of random lengths from random moments of the recording."""
     entropy = [seed, *(zlib.crc32(str(part).encode()) for part in key)]
     bits = np.random.PCG64(np.random.SeedSequence(entropy))
-    num, found, made = len(model.cross_bps), np.empty(num_windows), 0
+    recorded, found, made = model.recorded_bps, np.empty(num_windows), 0
+    num = len(recorded)
     longest = 2 * min(MEAN_BLOCK, max(1, int(BLOCK_SHARE * num))) - 1
     while made < num_windows:
         start, length = (int(raw) for raw in bits.random_raw(2))
         start, length = start % num, min(1 + length % longest, num_windows - made)
-        found[made : made + length] = model.cross_bps[(start + np.arange(length)) % num]
+        found[made : made + length] = recorded[(start + np.arange(length)) % num]
         made += length
     return found
 
@@ -65,5 +66,5 @@ def rows_of(model: PathModel, cross_bps: Floats, scale: float = 1.0) -> Rows:
 
 def mean_rows(model: PathModel, scale: float = 1.0) -> tuple[float, float]:
     """(rate, extra latency in ns) on average: what a link has without draws."""
-    rate, late = rows_of(model, model.cross_bps, scale)
+    rate, late = rows_of(model, model.recorded_bps, scale)
     return math.fsum(rate) / len(rate), math.fsum(late) / len(late)

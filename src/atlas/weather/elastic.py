@@ -26,16 +26,17 @@ ONE_FLOW = 3.0
 
 def competing_flows(table: PacketTable, model: PathModel) -> int:
     """How many TCP flows the cross traffic behaves like; 0: it does not react, or too little was seen."""
-    if model.capacity_is_bound or len(model.cross_bps) < 2 * SMOOTH_WINDOWS:
+    if model.capacity_is_bound or len(model.recorded_bps) < 2 * SMOOTH_WINDOWS:
         return 0
-    share = model.cross_bps / model.capacity_bps
+    share = model.recorded_bps / model.capacity_bps
     smooth = np.convolve(share, np.ones(SMOOTH_WINDOWS) / SMOOTH_WINDOWS, "valid")
     changes = _changes(table, model)
     stops = float(np.percentile(smooth, 5)) < LEAST_SHARE
     if stops or len(changes) < MIN_EVENTS or float(np.median(np.abs(changes))) < LEAST_CHANGE:
         return 0
     later = share[len(share) // 2 :]
-    own = table.num_bytes[~table.lost & (table.sent_ns - model.start_ns >= len(share) // 2 * WINDOW_NS)].sum()
+    middle = int(np.flatnonzero(model.recorded)[len(share) // 2])
+    own = table.num_bytes[~table.lost & (table.sent_ns - model.start_ns >= middle * WINDOW_NS)].sum()
     own_share = float(own) * 8e9 / (len(later) * WINDOW_NS * model.capacity_bps)
     return int(min(MAX_RIVALS, max(1, round(float(later.mean()) / max(own_share, 1e-3) / ONE_FLOW))))
 

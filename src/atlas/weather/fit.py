@@ -24,7 +24,7 @@ from atlas.errors import SpecError
 from atlas.weather.cell import Floats, packet_rtts
 from atlas.weather.elastic import competing_flows
 from atlas.weather.packets import LOST, Ints, PacketTable
-from atlas.weather.path_model import WINDOW_NS, PathModel
+from atlas.weather.path_model import MAX_WINDOWS, WINDOW_NS, PathModel
 from atlas.weather.routes import route_pieces
 
 Method = Literal["constant", "peak", "pairs", "auto"]
@@ -39,6 +39,9 @@ MIN_PAIRS, AGREEING = 100, 0.15
 CLEARLY_MORE = 1.25
 """By which factor the capacity of pairs must exceed the peak rate to replace it. Below it both predict other senders
 almost equally well, and each is better than the other for some."""
+GAP_NS = 2_000_000_000
+"""If nothing was sent for longer, the windows between are no part of the recording."""
+MAX_SPAN_DAYS = MAX_WINDOWS * WINDOW_NS // (86_400 * 10**9)
 REORDERED = 0.05
 """A larger share of packets that overtook others is no FIFO path."""
 
@@ -96,6 +99,9 @@ def require_usable(table: PacketTable) -> None:
         raise _bad(where, "rows", num, "a path needs at least two packets", "Record for longer")
     if table.span_s < MIN_SPAN_S:
         raise _bad(where, "rows", f"{table.span_s:.3g} s", f"must cover at least {MIN_SPAN_S:g} s", "Record for longer")
+    if table.span_s > MAX_SPAN_DAYS * 86_400:
+        remedy = "Remove older parts of the table, or rows whose time is wrong"
+        raise _bad(where, "rows", f"{table.span_s / 86_400:.3g} days", f"may cover {MAX_SPAN_DAYS} days", remedy)
     if table.lost.all():
         raise _bad(where, "rtt_ns", "lost", "every packet was lost: nothing arrived", "Check that the path is up")
     arrived = ~table.lost
@@ -227,7 +233,15 @@ def with_cross(model: PathModel, table: PacketTable) -> PathModel:
     filled = _held(cross, known)
     left = np.maximum(0.0, model.capacity_bps - own_bps)  # an idle queue bounds it from above
     cross = np.where(known, cross, np.minimum(filled, left))
-    return replace(model, cross_bps=cross, known=known, start_ns=start_ns)
+    return replace(model, cross_bps=cross, known=known, start_ns=start_ns, gap=_gaps(table, start_ns, num))
+
+
+def _gaps(table: PacketTable, start_ns: int, num: int) -> NDArray[np.bool_] | None:
+    """Windows in which nothing was sent, between packets that are far apart."""
+    window, found = window_of(table, start_ns), np.zeros(num, np.bool_)
+    for k in np.flatnonzero(np.diff(table.sent_ns) > GAP_NS).tolist():
+        found[int(window[k]) + 1 : int(window[k + 1])] = True
+    return found if found.any() else None
 
 
 def _held(values: Floats, known: NDArray[np.bool_]) -> Floats:

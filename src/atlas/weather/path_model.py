@@ -20,7 +20,7 @@ from atlas.errors import SpecError
 from atlas.ir.replace import write_whole
 from atlas.weather.cell import Floats
 
-VERSION = 2
+VERSION = 3
 WINDOW_NS = 100_000_000
 MAX_WINDOWS = 10_000_000
 MAX_FILE_BYTES = 256 << 20
@@ -50,15 +50,27 @@ class PathModel:
     method: str = "pairs"
     rivals: int = 0
     """Cross traffic reacts to a sender like this many TCP flows. 0: it does not react."""
+    gap: NDArray[np.bool_] | None = None
+    """Windows between recordings: nothing was sent, so nothing is known of them. None: there are none."""
 
     @property
     def seconds(self) -> float:
         return len(self.cross_bps) * WINDOW_NS / 1e9
 
     @property
+    def recorded(self) -> NDArray[np.bool_]:
+        """By window: whether it lies in no gap."""
+        return np.ones(len(self.cross_bps), np.bool_) if self.gap is None else ~self.gap
+
+    @property
+    def recorded_bps(self) -> Floats:
+        """Cross traffic without the gaps."""
+        return self.cross_bps if self.gap is None else self.cross_bps[~self.gap]
+
+    @property
     def mean_share(self) -> float:
         """Of the capacity that cross traffic takes."""
-        return float(self.cross_bps.mean()) / self.capacity_bps
+        return float(self.recorded_bps.mean()) / self.capacity_bps
 
 
 def save_model(path: Path, model: PathModel) -> None:
@@ -70,7 +82,8 @@ def save_model(path: Path, model: PathModel) -> None:
     }
     text = np.frombuffer(json.dumps(meta, sort_keys=True).encode(), np.uint8)
     buffer = io.BytesIO()
-    np.savez_compressed(buffer, meta=text, cross_bps=model.cross_bps.astype("<f8"), known=model.known)
+    cross = model.cross_bps.astype("<f8")
+    np.savez_compressed(buffer, meta=text, cross_bps=cross, known=model.known, gap=~model.recorded)
     write_whole(path, buffer.getvalue())
 
 
@@ -101,16 +114,20 @@ def load_model(path: Path, key: str = "model") -> PathModel:
     rivals = meta.get("rivals")
     if not isinstance(rivals, int) or isinstance(rivals, bool) or not 0 <= rivals <= MAX_RIVALS:
         raise bad(rivals, f"rivals must be a whole number from 0 to {MAX_RIVALS}")
-    cross, known = arrays["cross_bps"], arrays["known"]
-    if cross.dtype != np.float64 or known.dtype != np.bool_ or cross.ndim != 1 or cross.shape != known.shape:
+    cross, known, gap = arrays["cross_bps"], arrays["known"], arrays.get("gap", np.zeros(0))
+    typed = cross.dtype == np.float64 and known.dtype == gap.dtype == np.bool_
+    if not typed or cross.ndim != 1 or not cross.shape == known.shape == gap.shape:
         raise bad(None, "its arrays have other types or shapes than a path model")
     if not 0 < len(cross) <= MAX_WINDOWS:
         raise bad(len(cross), f"must have 1 to {MAX_WINDOWS:,} windows")
+    if gap.all():
+        raise bad(None, "has no recorded window")
     if wrong := np.flatnonzero(~(np.isfinite(cross) & (cross >= 0) & (cross <= 1e18))).tolist():
         raise bad(float(cross[wrong[0]]), f"cross traffic of window {wrong[0]} must be finite and not negative")
     if meta.get("window_ns") != WINDOW_NS:
         raise bad(meta.get("window_ns"), f"windows must have {WINDOW_NS} ns")
-    return PathModel(cross_bps=cross, known=known, **{name: meta[name] for name in _META if name in meta})
+    gaps = gap if gap.any() else None
+    return PathModel(cross_bps=cross, known=known, gap=gaps, **{name: meta[name] for name in _META if name in meta})
 
 
 def _arrays(path: Path, bad: Any) -> dict[str, NDArray[Any]]:
@@ -122,7 +139,8 @@ def _arrays(path: Path, bad: Any) -> dict[str, NDArray[Any]]:
         if sum(sizes) > MAX_FILE_BYTES:
             raise bad(None, f"holds more than {MAX_FILE_BYTES >> 20} MiB, which no path model does")
         with np.load(path, allow_pickle=False) as data:
-            return {name: data[name] for name in ("meta", "cross_bps", "known")}
+            names = ("meta", "cross_bps", "known", "gap")  # older versions have no gaps; the version is checked later
+            return {name: data[name] for name in names if name != "gap" or name in data}
     except OSError as error:
         reason = error.strerror or "is damaged"
         raise bad(None, f"cannot be read: {reason}", "Name a file of `atlas wan learn`") from None

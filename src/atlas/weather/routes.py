@@ -31,8 +31,9 @@ def route_pieces(table: PacketTable) -> list[tuple[int, int]]:
         steady = max(np.ptp(before), np.ptp(after)) < jump / 3
         # A queue that stands for seconds looks like a longer route until it drains: the old level must not return.
         level = np.median(before), np.median(after)
-        stays = _apart(least[last:k], level[1], jump) and _apart(least[k:], level[0], jump)
-        if steady and stays and jump > max(JUMP * float(before.min()), JUMP_NS):
+        if not steady or jump <= max(JUMP * float(before.min()), JUMP_NS):
+            continue
+        if _apart(least[last:k], level[1], jump) and _apart(least[k:], level[0], jump):
             cuts.append(int(np.searchsorted(second, k)))
             last = k
     edges = [0, *cuts, len(table.sent_ns)]
