@@ -4,18 +4,19 @@ Every launcher (`atlas train --dc NAME --node I/2 --filler bubbletea`) and every
 NAME`) is a process of its own, with mutual TLS. The services are absent (A), there under load (B), killed with -9 (A),
 back on other ports (B), and ended (A). Compared with the same training without a filler.
 
-    python bench/join.py             about four minutes
-    python bench/join.py --quick     fewer iterations
+    python bench/join.py             about seven minutes; the services start a minute after training
+    python bench/join.py --quick     fewer iterations, no minute
 
-The bars: weights and optimizer state equal to the bit; the median iteration with services at most 1 % longer than
-without, beyond the measurement error; requests answered in every datacenter, the first at most 10 s after a service is
-back.
+The bars: weights and optimizer state equal to the bit; the median iteration with services longer by at most the
+spread of the turns without them, and by at most 1 % (0.3 % on 16 cores or more); requests answered in every datacenter,
+the first at most 10 s after a service listens.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -57,7 +58,10 @@ pipelines_per_cell: 1
 DATACENTERS = ("east", "west")
 SETTLE = 4
 """Iterations after a change that do not count."""
-LIMIT_S = 120.0
+LIMIT_S, LATE_S = 120.0, 60.0
+"""For anything that is waited for; from the first iterations to the first services."""
+LONGER_PERCENT, CORES, MANY_CORES_PERCENT = 1.0, 16, 0.3
+"""Most that services may add to an iteration; and with so many cores or more."""
 
 
 class Run:
@@ -171,9 +175,11 @@ class Service:
 Turns = dict[str, list[list[float]]]
 
 
-def disturbed(folder: Path, num_each: int, certs: Path, budget: float) -> tuple[Run, Turns, list[Service]]:
-    """The run with services in turns; iteration times by turn, and the services."""
-    steps = 5 * (num_each + SETTLE) * 4  # more than needed: it is stopped
+def disturbed(
+    folder: Path, num_each: int, late_s: float, certs: Path, budget: float
+) -> tuple[Run, Turns, list[Service]]:
+    """The run with services in turns, the first after `late_s`; iteration times by turn, and the services."""
+    steps = 5 * (num_each + SETTLE) * 4 + int(10 * late_s)  # more than needed: it is stopped
     times: Turns = {"A": [], "B": []}
     services: list[Service] = []
     with ExitStack() as stack:
@@ -181,7 +187,9 @@ def disturbed(folder: Path, num_each: int, certs: Path, budget: float) -> tuple[
         run = Run(folder, steps, *flags, certs=certs)
         stack.callback(lambda: [launcher.kill() for launcher in run.launchers])
         until(lambda: len(run.iterations_s) > SETTLE or run.has_ended, "the first iterations")
+        began_s = time.monotonic()
         for turn in range(5):
+            time.sleep(max(0.0, began_s + late_s - time.monotonic()) if turn == 1 else 0.0)
             now = [Service(folder, dc, certs, budget) for dc in DATACENTERS] if turn % 2 else []
             services += now
             until(lambda now=now: all(one.num_answers for one in now) or run.has_ended, "answers")  # type: ignore[misc]
@@ -195,7 +203,7 @@ def disturbed(folder: Path, num_each: int, certs: Path, budget: float) -> tuple[
     return run, times, services
 
 
-def measure(num_each: int) -> int:
+def measure(num_each: int, late_s: float) -> int:
     report = Report("BubbleTea beside a run over two datacenters", "the same run without services")
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -203,7 +211,7 @@ def measure(num_each: int) -> int:
         make_ca(certs)
         for dc in DATACENTERS:
             make_node(certs, dc)
-        run, times, services = disturbed(folder / "with", num_each, certs, 0.005)
+        run, times, services = disturbed(folder / "with", num_each, late_s, certs, 0.005)
         steps = len(run.iterations_s)
         plain = Run(folder / "without", steps, certs=certs)
         plain.wait()
@@ -215,7 +223,9 @@ def measure(num_each: int) -> int:
         report.figure("iteration without services", base_s * 1e3, "ms")
         report.figure("iteration without services, largest turn over smallest", spread * 100, "%")
         longer = (statistics.median(within) / base_s - 1) * 100
-        report.figure("iteration with services, longer by", longer, "%", at_most=1.0 + spread * 100)
+        most = MANY_CORES_PERCENT if (os.cpu_count() or 1) >= CORES else LONGER_PERCENT
+        report.figure("iteration with services, longer by", longer, "%", at_most=most)
+        report.figure("the same, beyond the spread of turns without", longer - spread * 100, "%", at_most=0)
         report.figure("weights and optimizer state equal to the bit (1: yes)", float(same), "", at_least=1)
         for one in services:
             report.figure(f"answers, {one.datacenter}", one.num_answers, "", at_least=1)
@@ -226,7 +236,7 @@ def measure(num_each: int) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer iterations")
-    return measure(12 if parser.parse_args().quick else 30)
+    return measure(12, 0.0) if parser.parse_args().quick else measure(30, LATE_S)
 
 
 if __name__ == "__main__":

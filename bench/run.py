@@ -59,6 +59,7 @@ BENCHES: dict[str, Bench] = {
     "admission": Bench(4, 45, ()),
     "batching": Bench(1, 5),
     "bits": Bench(8, 40),
+    "capacity": Bench(40, 40),
     "bubbletea_sim": Bench(30, 150, ("--case", "c4", "--case", "slowdown")),
     "checkpoint_fetch": Bench(4, 60),
     "control_plane": Bench(6, 50),

@@ -67,6 +67,10 @@ class ClosedError(WorkerError):
     """The other side has closed the connection; not a protocol error."""
 
 
+class TokenRefused(WorkerError):  # noqa: N818
+    """The other side has another token."""
+
+
 class WireFrame(NamedTuple):
     kind: int
     fields: dict[str, Any]
@@ -213,7 +217,7 @@ class FrameServer:
         except (ClosedError, OSError, TimeoutError):
             pass  # the caller has disconnected or is silent
         except (WorkerError, LookupError, TypeError, ValueError, ArithmeticError) as error:
-            log.warning("a connection is closed: %r", error)
+            log.warning("a connection is closed: %s", error if isinstance(error, WorkerError) else repr(error))
         except asyncio.CancelledError:
             pass  # cancelled by `close`
         finally:
@@ -272,7 +276,7 @@ def greet(sock: FrameSocket, token: str, who: Mapping[str, Any]) -> dict[str, An
     welcome = receive(sock, max_payload=0)
     expected = _proof(token, "service", mine, theirs)
     if welcome.kind != WELCOME or not _equal(welcome.fields.get("proof"), expected):
-        raise WorkerError("the service has another token: give both sides the same")
+        raise TokenRefused("the service has another token: give both sides the same")
     sock.settimeout(None)
     return welcome.fields
 
@@ -292,7 +296,9 @@ async def admit_caller(
         proof = await receive_async(reader, max_fields=MAX_GREETING_BYTES, max_payload=0)
         theirs = str(proof.fields.get("nonce", ""))
         if proof.kind != PROOF or not _equal(proof.fields.get("proof"), _proof(token, "caller", mine, theirs)):
-            raise WorkerError("a caller has another token")
+            write(writer, WELCOME, {})  # without a proof: the caller learns why it is refused
+            await writer.drain()
+            raise TokenRefused("a caller has another token: give both sides the same")
         write(writer, WELCOME, {**answer(proof.fields), "proof": _proof(token, "service", theirs, mine)})
         await writer.drain()
         return proof.fields

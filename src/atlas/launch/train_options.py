@@ -125,6 +125,11 @@ def recipe_options(recipe: Recipe, *, model: str) -> dict[str, Any]:
 
 def _filler(recipe: FillerRecipe) -> FillerChoice | None:
     if recipe.name is None:
+        if given := [key for key in sorted(recipe.model_fields_set) if getattr(recipe, key) is not None]:
+            raise AtlasError(
+                f"filler.{given[0]}: no filler is named, so it has no effect. Give --filler NAME (`filler.name` in the "
+                "recipe) too, or leave it out"
+            )
         return None
     find_filler(recipe.name)
     folder = {"folder": recipe.folder} if recipe.folder is not None else {}

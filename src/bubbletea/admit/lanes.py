@@ -36,9 +36,16 @@ def need_bytes(costs: PrefillCosts, layers: int, chunk: int, *, first: bool, las
 
 
 def build_lanes(
-    pattern: Pattern, costs: PrefillCosts, *, split: int | Sequence[int] | None = None, num_ranks: int, chunk: int
+    pattern: Pattern,
+    costs: PrefillCosts,
+    *,
+    split: int | Sequence[int] | None = None,
+    num_ranks: int,
+    chunk: int,
+    scale: float = 1.0,
 ) -> list[PrefillLane]:
     """Every lane with enough memory. `split`: the number of workers of each; None: the fewest that have enough memory.
+    `scale`: real bytes for each byte of `pattern` and `costs`, for the message.
 
     With several sizes, each gets the same number of a datacenter's workers: narrow lanes waste least, wide ones are
     fast with long prompts.
@@ -48,29 +55,56 @@ def build_lanes(
         lanes = _of_sizes(pattern, costs, sizes, num_ranks, chunk)
         if lanes:
             return lanes
-    least = need_bytes(costs, 1, chunk, first=False, last=False) / GIB
-    most = int(pattern.memory_bytes.max()) / GIB
+    missing = _missing_bytes(pattern, costs, sorted({size for sizes in choices for size in sizes}), num_ranks, chunk)
+    wanted = "" if split is None else f" of {' or '.join(map(str, choices[0]))} workers"
+    where = [
+        f"{dc} has too few workers (or the model too few layers)"
+        if least is None
+        else f"in {dc} {scale * least[0] / GIB:.3g} GiB are missing on each of {least[1]} workers"
+        for dc, least in missing.items()
+    ]
     raise AtlasError(
-        f"no datacenter has {max(choices[-1])} workers with room for a share of the prefill model: one layer takes "
-        f"{least:.1f} GiB, the worker with most memory has {most:.1f} GiB to spare. Set reserved_gib in the job, raise "
-        "pp or tp, or split over more workers"
+        f"the prefill model fits no lane{wanted}: {', '.join(where)}. Reserve more memory for it (`reserved_gib` in "
+        "the job, --arena-mib of `bubbletea serve`), or split it over another number of workers"
     )
+
+
+def _missing_bytes(
+    pattern: Pattern, costs: PrefillCosts, sizes: Sequence[int], num_ranks: int, chunk: int
+) -> dict[str, tuple[int, int] | None]:
+    """By datacenter: the least memory that each worker of a lane would need in addition, and the lane's size; None: it
+    has too few workers with windows, or the model too few layers."""
+    found: dict[str, tuple[int, int] | None] = dict.fromkeys(pattern.worker_dc)
+    for size in sizes:
+        for dc, workers, counts in _candidates(pattern, costs, [size], num_ranks):
+            missing = max(need - int(pattern.memory_bytes[w]) for w, need in _needs(costs, workers, counts, chunk))
+            found[dc] = min(found[dc] or (missing, size), (missing, size))
+    return found
 
 
 def _of_sizes(
     pattern: Pattern, costs: PrefillCosts, sizes: Sequence[int], num_ranks: int, chunk: int
 ) -> list[PrefillLane]:
+    lanes: list[PrefillLane] = []
+    for dc, workers, counts in _candidates(pattern, costs, sizes, num_ranks):
+        if all(need <= pattern.memory_bytes[w] for w, need in _needs(costs, workers, counts, chunk)):
+            first = tuple(int(n) for n in np.cumsum([0, *counts[:-1]]))
+            lanes.append(PrefillLane(len(lanes), dc, workers, first, costs.model.layers))
+    return lanes
+
+
+def _candidates(
+    pattern: Pattern, costs: PrefillCosts, sizes: Sequence[int], num_ranks: int
+) -> Iterator[tuple[str, tuple[int, ...], list[int]]]:
+    """Lanes whatever their memory: datacenter, workers, and the layers of each."""
     idle_ns = pattern.idle_ns.tolist()
     usable = [w for w in range(pattern.num_workers) if idle_ns[w] > 0]
     usable.sort(key=lambda w: (pattern.worker_dc[w], w % num_ranks, w // num_ranks))
-    lanes: list[PrefillLane] = []
     for dc, members in groupby(usable, key=lambda w: pattern.worker_dc[w]):
         for workers in _groups(list(members), sizes):
             counts = deal(costs.model.layers, [idle_ns[w] for w in workers])
-            if counts is not None and _fits(pattern, costs, workers, counts, chunk):
-                first = tuple(int(n) for n in np.cumsum([0, *counts[:-1]]))
-                lanes.append(PrefillLane(len(lanes), dc, workers, first, costs.model.layers))
-    return lanes
+            if counts is not None:
+                yield dc, workers, counts
 
 
 def _groups(ready: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
@@ -84,12 +118,11 @@ def _groups(ready: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, .
             return
 
 
-def _fits(pattern: Pattern, costs: PrefillCosts, workers: Sequence[int], counts: Sequence[int], chunk: int) -> bool:
+def _needs(costs: PrefillCosts, workers: Sequence[int], counts: Sequence[int], chunk: int) -> Iterator[tuple[int, int]]:
+    """Of each worker of a lane: the arena that it needs."""
     last = len(workers) - 1
-    return all(
-        need_bytes(costs, counts[j], chunk, first=j == 0, last=j == last) <= pattern.memory_bytes[w]
-        for j, w in enumerate(workers)
-    )
+    for j, w in enumerate(workers):
+        yield w, need_bytes(costs, counts[j], chunk, first=j == 0, last=j == last)
 
 
 def deal(layers: int, weights: Sequence[int]) -> list[int] | None:

@@ -24,7 +24,7 @@ from atlas.runtime.device import Span
 from atlas.runtime.waits import Position, SharedDevice, WorkerFacts
 from atlas.wan.transport.endpoint import Endpoint
 from atlas.wan.transport.settings import TransportSettings
-from bubbletea.frames import ClosedError
+from bubbletea.frames import ClosedError, TokenRefused
 from bubbletea.kv_server import KvServer, KvServerThread
 from bubbletea.prefill.arena import Arena
 from bubbletea.prefill.engine import LANE, PrefillEngine
@@ -32,7 +32,7 @@ from bubbletea.prefill.filling import Filling
 from bubbletea.prefill.guard import Guard
 from bubbletea.prefill.joining import WorkerIdentity, join
 from bubbletea.prefill.kept_parts import KeptParts
-from bubbletea.prefill.meeting import find
+from bubbletea.prefill.meeting import ServicePlace, find
 from bubbletea.prefill.messages import WorkerOrder
 from bubbletea.prefill.piece_times import PieceTimes
 from bubbletea.prefill.service_link import ServiceLink
@@ -72,6 +72,7 @@ class BubbleTea:
         """Held while a wait is filled, and while the thread that joins changes what fills it."""
         self._closed = threading.Event()
         self._said = ""
+        self._refused: ServicePlace | None = None
 
     # ---- the worker's thread -------------------------------------------------------------------------------------
     def attach(self, facts: WorkerFacts, device: SharedDevice) -> None:
@@ -141,6 +142,12 @@ class BubbleTea:
             link = join(place, self._me, [self._transport.name, *self._transport.address], parts)
         except (OSError, ClosedError):
             return False  # it has ended, or is about to listen
+        except TokenRefused as error:
+            assert place is not None
+            if place == self._refused:
+                self._say(f"the service of {self._me.datacenter} at {place.address} is not joined: {error}")
+            self._refused = place  # at first it may be a new service that is about to write its file
+            return False
         except Exception as error:
             self._say(f"the service of {self._me.datacenter} is not joined: {error}")
             return False

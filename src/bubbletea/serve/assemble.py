@@ -135,7 +135,9 @@ def assemble(settings: ServiceSettings, windows: WorkerWindows, keys: Keys, toke
     # Admission assumes two bytes per element: a model with four needs twice the arena.
     scale = served.torch_dtype.itemsize / ELEMENT_BYTES
     pattern = replace(windows.pattern, memory_bytes=(windows.pattern.memory_bytes / scale).astype("int64"))
-    lanes = build_lanes(pattern, costs, split=settings.split, num_ranks=windows.num_ranks, chunk=settings.chunk)
+    lanes = build_lanes(
+        pattern, costs, split=settings.split, num_ranks=windows.num_ranks, chunk=settings.chunk, scale=scale
+    )
     slice_ns = costs.layer(settings.chunk, served.config.max_length // 2)
     forecast = Forecast(pattern, budget=settings.budget, slice_ns=slice_ns)
     planner = Planner(

@@ -14,6 +14,8 @@ from pathlib import Path
 from atlas.console import whole
 from bubbletea.flags import aim_flags
 
+PORT, MEBIBYTES = whole(0, 65_535), whole(1, 10_000_000)
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", nargs="?", type=Path, metavar="PLAN.yaml", help="the plan or job that is trained")
@@ -38,16 +40,24 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="type of the weights"
     )
-    parser.add_argument("--stages", type=int, metavar="N", help="number of workers that share one copy of the model")
-    parser.add_argument("--chunk", type=int, default=512, metavar="N", help="longest chunk of a prompt (default 512)")
     parser.add_argument(
-        "--arena-mib", type=int, default=256, metavar="N", help="memory per worker for prefill (default 256)"
+        "--stages", type=whole(1, 64), metavar="N", help="number of workers that share one copy of the model"
     )
     parser.add_argument(
-        "--store-mib", type=int, default=1024, metavar="N", help="host memory for keys and values (default 1024)"
+        "--chunk", type=whole(16, 65_536), default=512, metavar="N", help="longest chunk of a prompt (default 512)"
     )
     parser.add_argument(
-        "--prefix-mib", type=int, default=256, metavar="N", help="size of the prefix cache (default 256)"
+        "--arena-mib", type=MEBIBYTES, default=256, metavar="N", help="memory per worker for prefill (default 256)"
+    )
+    parser.add_argument(
+        "--store-mib", type=MEBIBYTES, default=1024, metavar="N", help="host memory for keys and values (default 1024)"
+    )
+    parser.add_argument(
+        "--prefix-mib",
+        type=whole(0, 10_000_000),
+        default=256,
+        metavar="N",
+        help="size of the prefix cache (default 256)",
     )
     parser.add_argument(
         "--slowdown", type=float, default=0.005, metavar="X", help="most that prefill may slow training (default 0.005)"
@@ -63,9 +73,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def port_flags(parser: argparse.ArgumentParser) -> None:
     """Where it listens, who may call, and how it ends."""
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
-    parser.add_argument("--port", type=int, default=8000, help="port to listen on (default 8000)")
+    parser.add_argument("--port", type=PORT, default=8000, help="port to listen on (default 8000)")
     parser.add_argument(
-        "--handoff-port", type=int, default=0, metavar="PORT", help="port for decode engines (default: any)"
+        "--handoff-port", type=PORT, default=0, metavar="PORT", help="port for decode engines (default: any)"
     )
     parser.add_argument(
         "--handoff-only",
@@ -115,7 +125,7 @@ def run_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workers-host", default="127.0.0.1", metavar="ADDRESS", help="listen for workers there (default 127.0.0.1)"
     )
-    parser.add_argument("--workers-port", type=int, default=0, metavar="PORT", help="port for workers (default: any)")
+    parser.add_argument("--workers-port", type=PORT, default=0, metavar="PORT", help="port for workers (default: any)")
     parser.add_argument("--certs", type=Path, metavar="DIR", help="the run's certificates, for workers on other hosts")
     parser.add_argument("--recipe", type=Path, metavar="FILE", help="the run's recipe, if it has one")
     parser.add_argument("--schedule", default="", metavar="NAME", help="schedule of a job (default: 1f1b)")

@@ -74,7 +74,7 @@ def start(args: argparse.Namespace) -> int:
         nixl_unencrypted=args.nixl_unencrypted,
     )
     keys = Keys.read(args.keys) if args.keys else Keys.open_to_all()
-    token = args.token_file.read_text(encoding="utf-8").strip() if args.token_file else ""
+    token = _token(args)
     trains = args.plan is not None
     windows = _training(args) if trains else _alone(args)
     workers_at = WorkersAt(args.workers_host, args.workers_port, _security(args)) if trains else None
@@ -125,6 +125,19 @@ def _require_keys(args: argparse.Namespace) -> None:
             f"--host {args.host}: everybody who can reach it could use the service. Give --keys FILE, or "
             "--without-keys if that is wanted"
         )
+
+
+def _token(args: argparse.Namespace) -> str:
+    """Of the decode engines; empty: a new one is made."""
+    if args.token_file is None:
+        return ""
+    try:
+        token = args.token_file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise AtlasError(f"--token-file {args.token_file}: cannot be read ({error}). Check the path") from None
+    if not token:
+        raise AtlasError(f"--token-file {args.token_file}: it is empty. Write a token into it (docs/vllm.md)")
+    return str(token)
 
 
 def _security(args: argparse.Namespace) -> Security | None:

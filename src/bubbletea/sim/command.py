@@ -169,12 +169,12 @@ def _print_capacity(scene: Scene, trace: RequestTrace, args: argparse.Namespace,
         return 0
     for name, one in (("promise", found.best), ("too much", found.worse)):
         if one is not None:
-            goal = f" --goal {one.p50_limit_s:.4f} --late {args.late:g}" if args.late else ""
+            goal = f" --goal {one.p50_limit_s!r} --late {args.late:g}" if args.late else ""
             show(
                 f"{name}: load {one.load:.2f}: p50 {seconds(one.p50_s)} (limit {seconds(one.p50_limit_s)}), p95 "
                 f"{seconds(one.p95_s)} (limit {seconds(one.p95_limit_s)}), {100 * one.refused:.1f} % refused"
                 + (f"; misses {', '.join(one.misses)}" if one.misses else "")
-                + f"\n  --load {one.load:.2f} --patience {one.p95_limit_s:.4f}{goal}"
+                + f"\n  --load {one.load:.2f} --patience {one.p95_limit_s!r}{goal}"
             )
     return 0
 

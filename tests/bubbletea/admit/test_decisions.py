@@ -192,9 +192,17 @@ def test_layers_are_distributed_by_the_length_of_windows() -> None:
     assert deal(2, [1, 1, 1]) is None
 
 
-def test_missing_memory_on_all_workers_is_an_error() -> None:
-    with pytest.raises(AtlasError, match="worker with most memory"):
-        build_lanes(pattern(OPEN, 100 * MS, memory_bytes=1), COSTS, num_ranks=1, chunk=256)
+def test_a_model_that_fits_no_lane_names_the_missing_memory_by_datacenter() -> None:
+    need = need_bytes(COSTS, COSTS.model.layers, 256, first=True, last=True)
+    some = pattern([[(0, 90 * MS)]] * 2, 100 * MS, memory_bytes=need - 2**29, dcs=2)
+    with pytest.raises(
+        AtlasError, match=r"fits no lane of 1 workers: in dc0 0\.5 GiB are missing on each of 1 workers, in dc1"
+    ):
+        build_lanes(some, COSTS, split=1, num_ranks=1, chunk=256)
+    with pytest.raises(AtlasError, match=r"in dc0 1 GiB are missing on each of 1 workers,"):  # four bytes per element
+        build_lanes(some, COSTS, split=1, num_ranks=1, chunk=256, scale=2.0)
+    with pytest.raises(AtlasError, match=r"no lane of 2 workers: dc0 has too few workers"):
+        build_lanes(some, COSTS, split=2, num_ranks=1, chunk=256)
 
 
 def test_compiled_code_of_a_changed_source_is_not_loaded(tmp_path: Path) -> None:

@@ -176,7 +176,7 @@ def test_with_certificates_a_part_is_fetched_over_mutual_tls(tmp_path: Path, mon
 
 def test_callers_without_the_token_get_nothing() -> None:
     def talk(kv_server: KvServer) -> None:
-        with pytest.raises(WorkerError):
+        with pytest.raises(WorkerError, match="the service has another token: give both sides the same"):
             Fetcher(*kv_server.address, Caller("guess"))
 
     with_door(filled(), talk)
@@ -189,6 +189,7 @@ def test_invalid_proofs_are_refused_and_the_server_keeps_running(said: dict[str,
         with socket.create_connection(kv_server.address, 5) as sock:
             receive(sock)
             send(sock, PROOF, said)
+            assert receive(sock).fields == {}, "no proof of the server's"
             assert sock.recv(1) == b""
         with Fetcher(*kv_server.address, CALLER) as fetcher:
             assert len(list(fetcher.fetch(ticket_at(kv_server.address)))) == 8

@@ -152,6 +152,24 @@ def test_a_refused_worker_is_told_once_and_training_continues(tmp_path: Path, ca
     assert "train with --filler-mib 48, or serve with --arena-mib 32" in said[0]
 
 
+def test_a_worker_with_another_token_says_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as an old copy of the service's file, on a host that does not share its folder."""
+    monkeypatch.setattr(plugin, "AGAIN_S", 0.02)
+    with service(tmp_path / "new"):
+        place = find({"folder": str(tmp_path / "new")}, "here")
+        assert place is not None
+        with announced(tmp_path / "old", "there", replace(place, token="old")) as file:
+            file.rename(file.with_name("here.json"))
+            with training(tmp_path / "old") as filler:
+                for _ in range(3):
+                    assert filler._join() is False
+    said = [record.message for record in caplog.records if "BubbleTea on p0.s0" in record.message]
+    assert len(said) == 1
+    assert "the service has another token: give both sides the same. Training continues without it" in said[0]
+
+
 ORDER = WorkerOrder(Served(LLAMA), (4,), 0, arena_bytes=8 * MIB, workspace_bytes=1, chunk=1)
 WHO = {"name": "p0.s1", "worker": 5, "datacenter": "east", "plan": "x", "device": "cuda", "memory_bytes": 8 * MIB}
 
@@ -226,6 +244,8 @@ def test_a_filler_that_fails_is_closed_and_not_called_again() -> None:
     ("flags", "says"),
     [
         (["--filler", "cofee"], "filler 'cofee': not installed; installed are bubbletea"),
+        (["--filler-folder", "meet"], "filler.folder: no filler is named"),
+        (["--filler-mib", "64"], "filler.memory_mib: no filler is named"),
         (["--filler", "bubbletea", "--set", "tp=2", "--set", "cluster.datacenters.0.gpus_per_node=2"], "tp"),
     ],
 )

@@ -34,6 +34,8 @@ with private_folder() as folder:
         (["examples/tiny.yaml", "--certs", "nowhere"], "Give --dc NAME too"),
         (["examples/tiny.yaml", "--dc", "north"], "it has them in east, west"),
         (["--alone", "1", "--handoff-anywhere"], "need certificates. Give --certs and --dc too"),
+        (["--alone", "1", "--token-file", "nowhere"], "--token-file nowhere: cannot be read"),
+        (["--alone", "1", "--arena-mib", "1"], "GiB are missing on each of"),
         (["--alone", "1", "--device", "paced"], "only training workers can be paced"),
         (["--alone", "1", "--device", "tpu"], "must be paced, cpu or cuda:N"),
         (["--alone", "1", "--device", "cuda:99"], "device 'cuda:99': there are"),
@@ -42,6 +44,15 @@ with private_folder() as folder:
 def test_flags_that_cannot_be_served(flags: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", *flags]) == 2
     assert says in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("flag", ["--port", "--workers-port", "--handoff-port"])
+@pytest.mark.parametrize("port", ["65536", "-1", "http"])
+def test_a_port_outside_the_range_is_refused(flag: str, port: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "--alone", "1", flag, port])
+    assert ended.value.code == 2
+    assert f"{flag}: '{port}' is not a whole number from 0 to 65535" in capsys.readouterr().err
 
 
 def test_the_late_share_is_at_most_one(capsys: pytest.CaptureFixture[str]) -> None:
