@@ -119,12 +119,21 @@ def require_apart(paths: Mapping[str, Path], inputs: Iterable[str | Path] = ()) 
             raise SpecError(where=flag, key="file", value=str(path), rule=rule, remedy="Choose another name")
 
 
-def require_drawable(path: Path, flag: str) -> None:
-    """Raise SpecError where a chart of this name cannot be written, or its suffix is not that of a chart."""
-    if path.suffix.lower() not in (".svg", ".html", ".htm"):
+def require_outputs(paths: Mapping[str, Path | str | None], inputs: Iterable[str | Path] = ()) -> dict[str, Path]:
+    """The files that flags name, without those that were not given. Raise SpecError where one cannot be written, or
+    where two are the same, or one is an input."""
+    wanted = {flag: Path(path) for flag, path in paths.items() if path is not None}
+    for flag, path in wanted.items():
+        require_writable(path, flag)
+    require_apart(wanted, inputs)
+    return wanted
+
+
+def require_drawable(path: Path | None, flag: str) -> None:
+    """Raise SpecError where the suffix is not that of a chart."""
+    if path is not None and path.suffix.lower() not in (".svg", ".html", ".htm"):
         rule = "a chart is written as SVG, or as a page that holds it"
         raise SpecError(where=flag, key="file", value=str(path), rule=rule, remedy="End its name in .svg or .html")
-    require_writable(path, flag)
 
 
 def require_folder(path: Path, flag: str) -> None:

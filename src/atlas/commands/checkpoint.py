@@ -12,11 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich import box
-from rich.table import Table
-
 from atlas.console import Meter, as_json, say, show
 from atlas.errors import AtlasError
+from atlas.view.table import plain_table
 
 if TYPE_CHECKING:
     from atlas.runtime.checkpoint import BlobStore, Checkpoint
@@ -91,7 +89,7 @@ def _list(stores: Sequence[BlobStore], in_json: bool) -> None:
     if in_json:
         sys.stdout.write(as_json(rows))
         return
-    table = Table(padding=(0, 1, 0, 0), box=box.SIMPLE_HEAD, show_edge=False)
+    table = plain_table()
     for name in ("step", "attempt", "parts", "layers", "MB"):
         table.add_column(name, justify="right")
     table.add_column("complete")

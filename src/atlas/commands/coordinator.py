@@ -14,7 +14,7 @@ from atlas.commands.network_flags import PORT, address_of
 from atlas.commands.train import end_on_signals, how_flags, recipe_of
 from atlas.commands.train_dc import group_flags
 from atlas.commands.watching import evidence_of, live_page, noted, recorded, watch_flags, watched, write_evidence
-from atlas.console import job_flags, require_apart, require_writable, say
+from atlas.console import job_flags, require_outputs, say
 from atlas.launch.rendezvous import COORDINATOR
 from atlas.launch.report import RunReport
 from atlas.launch.supervisor import RestartPolicy
@@ -52,11 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
     recipe = recipe_of(args)
     job, plan = load_job_or_plan(args.plan, [*recipe.job_overrides, *args.set])
-    named = {"--log": recipe.logging.lines, "--timeline": recipe.logging.timeline}
-    wanted = {flag: Path(path) for flag, path in named.items() if path is not None}
-    for flag, path in wanted.items():
-        require_writable(path, flag)
-    require_apart(wanted, job.files)
+    require_outputs({"--log": recipe.logging.lines, "--timeline": recipe.logging.timeline}, job.files)
     options = TrainOptions.of(
         plan,
         args.schedule,

@@ -25,7 +25,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     write.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to create")
     write.add_argument("--tokenizer", type=Path, metavar="FILE", help="a model's tokenizer.json (default: bytes)")
-    write.add_argument("--end", metavar="TOKEN", help="the token between documents (default: a common name)")
+    write.add_argument("--end", metavar="TOKEN", help="the token between documents (default: found by its usual names)")
     write.add_argument(
         "--shard-tokens", type=int, default=SHARD_TOKENS, metavar="N", help=f"tokens per file ({SHARD_TOKENS:,})"
     )

@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 
 from atlas.api import simulate
-from atlas.console import Meter, require_apart, require_writable, say, show
+from atlas.console import Meter, require_apart, require_outputs, say, show
 from atlas.errors import AtlasError
 from atlas.evidence.data_point import read_data_point
 from atlas.evidence.importing import import_job
@@ -36,8 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     profile = args.out.with_suffix(".profile.json")
-    for path in (args.out, profile):
-        require_writable(path, "--out")
+    require_outputs({"--out": args.out, "the profile": profile})
     if args.gpu is not None and args.gpu not in GPUS:
         raise AtlasError(f"--gpu {args.gpu}: no such type. There are {', '.join(GPUS)}")
     with Meter() as meter:

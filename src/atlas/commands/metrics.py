@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.table import Table
 
-from atlas.console import Meter, as_json, require_writable, say, show
+from atlas.console import Meter, as_json, require_outputs, say, show
 from atlas.evidence.data_point import DataPoint, read_data_point
 from atlas.evidence.metric import CCL_DEFINITIONS, Metric
 from atlas.evidence.own import OWN_DEFINITIONS
@@ -33,8 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.page is not None:
-        require_writable(args.page, "--page")
+    require_outputs({"--page": args.page})
     folders = [*args.folders, *([] if args.against is None else [args.against])]
     with Meter() as meter:
         points = [read_data_point(folder, salvage=args.salvage, progress=meter) for folder in folders]

@@ -21,7 +21,7 @@ from atlas.console import (
     number,
     require_apart,
     require_drawable,
-    require_writable,
+    require_outputs,
     say,
     show,
     whole,
@@ -101,10 +101,8 @@ def run(args: argparse.Namespace) -> int:
         return _run_sailor(args)
     if args.job is None:
         raise SpecError(where="atlas plan", key="JOB.yaml", rule="is missing", remedy="Name a job file")
-    wanted = {f"--{flag}": path for flag in ("out", "page", "pareto") if (path := getattr(args, flag)) is not None}
-    for flag, path in wanted.items():
-        (require_drawable if flag == "--pareto" else require_writable)(path, flag)
-    require_apart(wanted)
+    wanted = require_outputs({"--out": args.out, "--page": args.page, "--pareto": args.pareto})
+    require_drawable(args.pareto, "--pareto")
     job, _ = load_job_or_plan(args.job, args.set, to_plan=True)
     require_apart(wanted, job.files)
     if args.pareto is not None and not has_prices(cluster_arrays(job)):
@@ -173,10 +171,8 @@ def _require_one_kind(args: argparse.Namespace) -> None:
 
 
 def _run_sailor(args: argparse.Namespace) -> int:
-    if args.out_sailor is not None:
-        require_writable(args.out_sailor, "--out-sailor")
-        files = args.from_sailor.rglob("*") if args.from_sailor.is_dir() else ()
-        require_apart({"--out-sailor": args.out_sailor}, [*files, *filter(None, (args.trace, args.judge))])
+    files = args.from_sailor.rglob("*") if args.out_sailor is not None and args.from_sailor.is_dir() else ()
+    require_outputs({"--out-sailor": args.out_sailor}, [*files, *filter(None, (args.trace, args.judge))])
     return run_sailor(args)
 
 

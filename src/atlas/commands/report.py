@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from atlas.console import Meter, require_apart, require_writable, say, show
+from atlas.console import Meter, require_outputs, say, show
 from atlas.evidence.report_page import report_page, verdict
 from atlas.evidence.run_summary import run_summary
 from atlas.ir.replace import write_whole
@@ -24,8 +24,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    require_writable(args.out, "--out")
-    require_apart({"--out": args.out}, args.runs)
+    require_outputs({"--out": args.out}, args.runs)
     with Meter() as meter:
         found = [run_summary(source, salvage=args.salvage, progress=meter) for source in args.runs]
     write_whole(args.out, report_page(found, args.title).encode(errors="replace"))

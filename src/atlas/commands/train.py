@@ -3,9 +3,9 @@ each worker is a process, the datacenters are connected by an emulated WAN, sock
 are paced to the plan's own durations (or run at the speed of a CPU or GPU).
 
 By default a small stand-in model is trained. `--model` names a Hugging Face folder, or `job` for the model that the job
-describes; `--data` names shards (`atlas data tokenize`), or `shipped`. With `--checkpoints` the run is saved, also by
-Ctrl-C, and the same command resumes it, also with another plan of the same batch. When a worker dies, all workers are
-restarted from the last complete checkpoint.
+describes; `--data` names shards (`atlas data tokenize`), or `shipped`. With `--checkpoints` the run is saved, also when
+Ctrl-C stops it. The same command resumes it, and so does one with another plan of the same batch. When a worker dies,
+all workers are restarted from the last complete checkpoint.
 
 Prints the predicted and the measured iteration time; `--page` draws both timelines on one page. A plan that the runtime
 cannot execute is refused, with the reason.
@@ -33,7 +33,7 @@ from atlas.commands.watching import (
     watched,
     write_evidence,
 )
-from atlas.console import job_flags, number, require_apart, require_folder, require_writable, whole
+from atlas.console import job_flags, number, require_folder, require_outputs, whole
 from atlas.errors import AtlasError, StopSignal
 from atlas.launch.rehearse import Rehearsal, rehearse
 from atlas.launch.report import RunReport
@@ -235,10 +235,7 @@ def recipe_of(args: argparse.Namespace) -> Recipe:
 def _require_files(args: argparse.Namespace, recipe: Recipe, inputs: Sequence[str]) -> None:
     """Raise now if a file or a folder that the run will write cannot be written."""
     named = {"--page": args.page, "--log": recipe.logging.lines, "--timeline": recipe.logging.timeline}
-    wanted = {flag: Path(path) for flag, path in named.items() if path is not None}
-    for flag, path in wanted.items():
-        require_writable(path, flag)
-    require_apart(wanted, [*inputs, *([args.recipe] if args.recipe is not None else [])])
+    require_outputs(named, [*inputs, *([args.recipe] if args.recipe is not None else [])])
     place = recipe.checkpoints.folder
     if place is not None and place.startswith(OBJECT_STORE):
         from atlas.runtime.checkpoint.object_store import require_object_store  # torch: 1.9 s

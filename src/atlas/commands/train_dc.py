@@ -46,7 +46,7 @@ def dc_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--switch",
         metavar="URL",
-        help="RESTCONF root of this datacenter's optical switch, such as http://HOST/restconf (emulated)",
+        help="RESTCONF root of this datacenter's optical switch, such as http://HOST/restconf (default: emulated)",
     )
     group_flags(group)
 

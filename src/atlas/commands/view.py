@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from atlas.console import require_apart, require_writable, say, show
+from atlas.console import require_apart, require_outputs, say, show
 from atlas.errors import MissingExtraError, SpecError
 from atlas.ir.analysis import summary
 from atlas.ir.replace import write_whole
@@ -82,9 +82,7 @@ class Outputs:
 
     def require_writable(self) -> None:
         """Raise SpecError for the first file that cannot be written, before anything is computed."""
-        for flag, path in self.paths.items():
-            require_writable(path, flag)
-        require_apart(self.paths)
+        require_outputs(self.paths)
         if self.png is not None and find_spec("resvg_py") is None:
             raise MissingExtraError("resvg-py", "png", "--png")
 

@@ -86,7 +86,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    cluster = _cluster(args.cluster)
+    cluster = cluster_of(args.cluster)
     namespace = args.grade == "namespace"
     if (args.forward and namespace) or (args.at and not namespace):
         raise AtlasError("--forward is for --grade proxy, --at for --grade namespace")
@@ -126,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _cluster(path: Path) -> Cluster:
+def cluster_of(path: Path) -> Cluster:
     """Reads a cluster file, or the cluster of a job."""
     try:
         return load_cluster(path)

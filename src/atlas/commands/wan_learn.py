@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from atlas.commands.path_charts import path_charts
-from atlas.console import as_json, require_apart, require_writable, say, show
+from atlas.console import as_json, require_outputs, say, show
 from atlas.errors import MissingExtraError
 from atlas.view.path_page import write_path_page
 from atlas.weather.fit import Learnt, learn
@@ -41,11 +41,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    require_writable(args.out, "--out")
-    if args.page is not None:
-        require_writable(args.page, "--page")
-    pages = {"--page": args.page} if args.page is not None else {}
-    require_apart({"--out": args.out, **pages}, [file for files in paths_in(args.folder).values() for file in files])
+    inputs = [file for files in paths_in(args.folder).values() for file in files]
+    require_outputs({"--out": args.out, "--page": args.page}, inputs)
     name, table = read_path(args.folder, args.path)
     learnt = learn(table, "pairs" if args.method == "gru" else args.method)
     if args.method == "gru":

@@ -19,11 +19,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from atlas.console import number, require_apart, require_folder, require_writable, whole
+from atlas.commands.network_flags import address_of
+from atlas.commands.wan_emulate import cluster_of
+from atlas.console import number, require_folder, require_outputs, whole
 from atlas.errors import AtlasError
 from atlas.ir.replace import replacing
 from atlas.spec.job import Cluster
-from atlas.spec.load import load_cluster, load_job
 from atlas.spec.trace import TraceRow
 from atlas.wan.probe.agent import ProbeAgent
 from atlas.wan.probe.links import LinkFigures, drift, links_yaml, write_links
@@ -75,7 +76,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     token = _token(args.token_file)
     if args.listen is not None:
-        host, port = _address("--listen", args.listen)
+        host, port = address_of("--listen", args.listen)
         with ProbeAgent(host, port, token) as agent:
             print(json.dumps({"listening": list(agent.address)}), flush=True)
             agent.wait()
@@ -105,11 +106,8 @@ def run(args: argparse.Namespace) -> int:
 def _require_files(args: argparse.Namespace) -> None:
     """Checks before the measurement that all files can be written, and that no output replaces an input."""
     inputs = [path for path in (args.token_file, args.check, args.write) if path is not None]
-    if args.out is not None:
-        require_writable(args.out, "--out")
-        require_apart({"--out": args.out}, inputs)
-    if args.write is not None:
-        require_writable(args.write, "--write")
+    require_outputs({"--out": args.out}, inputs)
+    require_outputs({"--write": args.write})
     if args.record is not None:
         require_folder(args.record, "--record")
 
@@ -125,12 +123,7 @@ def check(cluster: Cluster, found: list[LinkMeasurement]) -> list[str]:
 
 
 def _warn(path: Path, found: list[LinkMeasurement]) -> int:
-    """Compares with a cluster file, or with the cluster of a job."""
-    try:
-        cluster = load_cluster(path)
-    except AtlasError:
-        cluster = load_job(path).cluster
-    warnings = check(cluster, found)
+    warnings = check(cluster_of(path), found)
     for warning in warnings:
         print(f"atlas: {path}: {warning}", file=sys.stderr)
     return 3 if warnings else 0
@@ -181,11 +174,4 @@ def _node(text: str) -> tuple[str, tuple[str, int]]:
     name, equals, address = text.partition("=")
     if not equals:
         raise AtlasError(f"--node {text!r}: write NAME=HOST:PORT, like east-0=10.0.0.5:7077")
-    return name, _address("--node", address)
-
-
-def _address(flag: str, text: str) -> tuple[str, int]:
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
-        raise AtlasError(f"{flag} {text!r}: write HOST:PORT, like 10.0.0.5:7077")
-    return host.strip("[]"), int(port)
+    return name, address_of("--node", address)

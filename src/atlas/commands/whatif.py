@@ -28,7 +28,7 @@ from atlas.console import (
     number,
     require_apart,
     require_drawable,
-    require_writable,
+    require_outputs,
     say,
     show,
     whole,
@@ -69,10 +69,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    wanted = {f"--{flag}": path for flag in ("out", "page") if (path := getattr(args, flag)) is not None}
-    for flag, path in wanted.items():
-        (require_drawable if flag == "--out" else require_writable)(path, flag)
-    require_apart(wanted)
+    wanted = require_outputs({"--out": args.out, "--page": args.page})
+    require_drawable(args.out, "--out")
     if wanted and not any(parse_sweep(text).numeric for text in args.sweep):
         raise SpecError(
             where="--out" if args.out else "--page",

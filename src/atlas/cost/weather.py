@@ -53,10 +53,10 @@ def drawn_trace(weather: LinkWeather, seed: int, run: int, horizon_ns: int) -> T
     return Trace((*at, num * window_ns), (*rate, *mean.rate), (*late, *mean.extra_latency_ns))
 
 
-def emulated_cross(weather: LinkWeather, seed: int, run: int = 0, seconds: float = HOUR_S) -> tuple[float, ...]:
+def emulated_cross(weather: LinkWeather, seed: int, seconds: float = HOUR_S) -> tuple[float, ...]:
     """A draw for an emulator: the share of the capacity that cross traffic takes, by tenths of a second."""
     model, num = _model(weather), math.ceil(min(seconds, HOUR_S) * 1e9 / WINDOW_NS)
-    cross = drawn_cross(model, seed, (run, weather.path), -(-num // weather.slower))
+    cross = drawn_cross(model, seed, (0, weather.path), -(-num // weather.slower))
     shares = cross * (weather.cross_traffic / model.capacity_bps)
     return tuple(np.repeat(shares, weather.slower)[:num].tolist())
 

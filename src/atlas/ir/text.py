@@ -65,8 +65,8 @@ def program_id(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def to_torch_csv(program: Program, pipeline: int = 0) -> str:
-    """One row per rank, as torch's `_PipelineScheduleRuntime._load_csv(..., "compute_only")` reads it.
+def to_torch_csv(program: Program) -> str:
+    """The first pipeline, one row per rank, as torch's `_PipelineScheduleRuntime._load_csv(..., "compute_only")` reads.
 
     Only F, B, I and W: torch adds its own sends and receives, has no recompute op, and leaves SYNC, NORM, STEP to
     the training loop. R, P and the turn order on the WAN are lost.
@@ -76,13 +76,8 @@ def to_torch_csv(program: Program, pipeline: int = 0) -> str:
             f"program {program.name!r} has {program.num_iterations} iterations, but a torch schedule has one: "
             "export the Program before it is repeated"
         )
-    if not 0 <= pipeline < program.num_pipelines:
-        raise ProgramError(
-            f"pipeline {pipeline} of {program.num_pipelines}: name one of 0..{program.num_pipelines - 1}"
-        )
     known = (Kind.F, Kind.B, Kind.I, Kind.W)
-    first = pipeline * program.num_ranks
-    rows = (program.ops(w) for w in range(first, first + program.num_ranks))
+    rows = (program.ops(w) for w in range(program.num_ranks))
     return "".join(",".join(str(op) for op in ops if op.kind in known) + "\n" for ops in rows)
 
 

@@ -18,8 +18,8 @@ _IDS = 1 << 40
 """Flow ids of one worker; Kineto counts them from 1."""
 
 
-def merge_traces(folder: Path, names: Sequence[str] = ()) -> Path:
-    """Merge `rank*_trace.json`; `names`: of the workers, by rank. Raises AtlasError where there is none."""
+def merge_traces(folder: Path) -> Path:
+    """Merge `rank*_trace.json`. Raises AtlasError where there is none."""
     found = {int(match[1]): path for path in folder.glob("rank*_trace.json") if (match := _rank(path))}
     if not found:
         raise AtlasError(f"{folder}: no worker has written a trace: were the steps reached?")
@@ -29,8 +29,7 @@ def merge_traces(folder: Path, names: Sequence[str] = ()) -> Path:
         data = json.loads(path.read_text(encoding="utf-8"))
         bases[rank] = int(data.get("baseTimeNanoseconds", 0))
         shift_us = (bases[rank] - next(iter(bases.values()))) / 1e3
-        name = names[rank] if rank < len(names) else f"rank {rank}"
-        events += _renumbered(data["traceEvents"], number, name, shift_us)
+        events += _renumbered(data["traceEvents"], number, f"rank {rank}", shift_us)
     with replacing(folder / MERGED) as file:
         file.write(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}).encode())
     return folder / MERGED

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from atlas.console import Meter, as_json, job_flags, positive, require_apart, require_writable, say, show, whole
+from atlas.console import Meter, as_json, job_flags, positive, require_outputs, say, show, whole
 from atlas.cost.weather import paths_with_weather
 from atlas.errors import AtlasError
 from atlas.evaluate import Result
@@ -116,9 +116,7 @@ def window_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.html is not None:
-        require_writable(args.html, "--html")
-        require_apart({"--html": args.html}, [args.job, args.requests])
+    require_outputs({"--html": args.html}, [args.job, args.requests])
     if args.waits is not None and args.jitter is not None:
         raise AtlasError("--jitter and --waits exclude each other: jitter applies to training's ops. Leave one out")
     waits = None if args.waits is None else load_waits(args.waits, cached=not args.without_cache)

@@ -7,9 +7,7 @@ A file appears under its name when it is complete. Does not know training state:
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -39,9 +37,8 @@ def finish_export(
     config: DecoderConfig,
     num_stages: int,
     dtype: torch.dtype = torch.float32,
-    keep: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write the index and the config after all shards. `keep`: more keys of the config (token ids, ...)."""
+    """Write the index and the config after all shards."""
     file_of: dict[str, str] = {}
     total_bytes = 0
     for stage in range(num_stages):
@@ -54,7 +51,7 @@ def finish_export(
     if num_stages > 1:
         index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(file_of.items()))}
         _write_json(folder / INDEX, index)
-    _write_json(folder / "config.json", write_config(config, str(dtype).removeprefix("torch.")) | dict(keep or {}))
+    _write_json(folder / "config.json", write_config(config, str(dtype).removeprefix("torch.")))
 
 
 def shard_name(stage: int, num_stages: int) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import socket
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -70,13 +69,6 @@ def place_of(place: str, rank: int) -> str:
     """The device of a rank: a group has consecutive GPUs."""
     kind, _, number = place.partition(":")
     return f"{kind}:{int(number or 0) + rank}" if kind == "cuda" else place
-
-
-def listen() -> tuple[int, int]:
-    """A descriptor that listens on loopback, for the leader's store, and its port."""
-    server = socket.create_server(("127.0.0.1", 0))
-    port: int = server.getsockname()[1]
-    return server.detach(), port
 
 
 class ParameterShards:

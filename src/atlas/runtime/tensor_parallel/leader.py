@@ -21,14 +21,14 @@ from torch import Tensor
 from atlas.errors import AtlasError, WorkerError
 from atlas.lifetime import describe_exit, end_with_parent
 from atlas.runtime.assignment import Assignment
-from atlas.runtime.collectives import GroupStore, appear_alone
+from atlas.runtime.collectives import GroupStore, appear_alone, store_listener
 from atlas.runtime.device import Device
 from atlas.runtime.exchange import Exchange
 from atlas.runtime.meeting import LedMeeting, Meeting
 from atlas.runtime.stage import Stage
 from atlas.runtime.sync import Wait
 from atlas.runtime.tensor_parallel.follower import TENSOR, follow
-from atlas.runtime.tensor_parallel.group import LEADER, TensorGroup, listen, place_of
+from atlas.runtime.tensor_parallel.group import LEADER, TensorGroup, place_of
 from atlas.runtime.tensor_parallel.sharding import ShardedStageSet
 from atlas.runtime.wiring import WorkerRole
 
@@ -56,7 +56,7 @@ class Followers:
         self._is_ending = False
         self._error: AtlasError | None = None
         self._has_error = threading.Event()
-        self._listener, self._port = listen()
+        self._listener, self._port = store_listener("127.0.0.1")
         self._processes = [_fork(assignment, rank, self._port) for rank in range(1, assignment.tp)]
         for rank, process in enumerate(self._processes, 1):
             threading.Thread(target=self._watch, args=(rank, process), daemon=True, name=f"rank {rank}").start()
