@@ -41,7 +41,7 @@ COMMANDS = {
     "profile": "measure a job's model on this machine's accelerator",
     "wan": "emulate, measure and secure the network between datacenters",
     "data": "tokenize text into shards, and check shards",
-    "checkpoint": "list, verify and export checkpoints",
+    "checkpoint": "list, verify, export and import checkpoints",
 }
 PLUGINS = "atlas.commands"
 """Entry-point group in which other packages offer commands: modules with `configure(parser)` and `run(args)`."""

@@ -138,7 +138,7 @@ def test_later_sets_win() -> None:
         ("pp=2.0", "valid integer"),
         ("pp=[", "not valid YAML"),
         ("a.b.c=3", "a: unknown key"),
-        ("cluster.links[east,west].pair_gbps=3", "there is no cluster.links in the job"),
+        ("cluster.links[east,west].pair_gbps=3", "the job has no list cluster.links"),
         ("cluster=nowhere.yaml", "no such file"),
         ("model.config=nowhere.json", "no such file"),
     ],

@@ -103,7 +103,7 @@ def model(text: str, seq_len: int | None) -> ChosenModel:
         found = dimensions(path, key="--model")
         length = seq_len or found.get("seq_len")
         if not isinstance(length, int):
-            rule, remedy = "the config has no length of a sequence", "Give --seq, such as --seq 4096"
+            rule, remedy = "the config does not give the sequence length", "Give --seq, such as --seq 4096"
             raise SpecError(where="--seq", key="seq", rule=rule, remedy=remedy)
         lines = (f"config: {path.absolute()}", f"seq_len: {length}")
         folder = path if path.is_dir() else path.absolute().parent

@@ -192,7 +192,7 @@ def _model(card: Card, shape: Shape, notes: list[str]) -> dict[str, Any]:
     family = "gpt" if "gpt" in (card.text("workload.model.model_family") or "").lower() else "llama"
     embedding = shape.num_params_embedding
     if not embedding:
-        raise _lacks(card, "num_params_embedding", None, "the vocabulary is derived from it", "Add it")
+        raise _lacks(card, "num_params_embedding", None, "is missing, and the vocabulary is derived from it", "Add it")
     matrices = 3 if family == "llama" else 2
     for tied in (False, True):
         rest = (shape.num_params - embedding * (1 if tied else 2)) / layers - 4 * hidden**2

@@ -85,8 +85,7 @@ class Coordinator:
         """By an earlier coordinator."""
         self._failure: BaseException | None = None
         self._found: Mapping[str, Any] = {}
-        """What the agents of the last attempt said of themselves."""
-        """Host names, by launcher, of an attempt that this coordinator has begun."""
+        """What the agents of the last attempt reported."""
         self.rendezvous = Rendezvous(address, security, self.membership.why_not)
         self.membership.use(self.rendezvous)
 

@@ -51,20 +51,20 @@ def trained_on(
     if fewer is not None:
         return TrainedOn(fewer, lost, _pipelines_in_words(full, fewer), False)
     gone = {dc for dc, count in left.items() if count == 0}
-    maimed = {dc for dc, _ in lost}
-    if maimed > gone:
+    affected = {dc for dc, _ in lost}
+    if affected > gone:
         nodes = {
             dc.name: dc.nodes * left[dc.name] // num_hosts[dc.name]
             for dc in full.job.cluster.datacenters
-            if dc.name in maimed - gone
+            if dc.name in affected - gone
         }
         try:
             job = replan(full.job, gone, options.schedule, nodes, full.global_batch)
             return _replanned(full, job, lost, "On the remaining hosts", options)
         except AtlasError:
             pass  # without all hosts of these datacenters, then
-    everything = frozenset((dc, part) for dc in maimed for part in range(num_hosts[dc]))
-    job = replan(full.job, sorted(maimed), options.schedule, batch=full.global_batch)
+    everything = frozenset((dc, part) for dc in affected for part in range(num_hosts[dc]))
+    job = replan(full.job, sorted(affected), options.schedule, batch=full.global_batch)
     return _replanned(full, job, lost | everything, "On the remaining ones", options)
 
 

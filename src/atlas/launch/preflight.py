@@ -39,7 +39,7 @@ def require_executable(job: Job, filler: FillerChoice | None = None) -> None:
             where=job.where,
             key="tp",
             value=job.tp,
-            rule=f"filler {filler.name} uses the waits of workers of one GPU",
+            rule=f"filler {filler.name} needs workers of one GPU each",
             remedy="Write tp: 1, or train without --filler",
         )
     if job.runtime != "atlas":

@@ -223,7 +223,7 @@ def _times(
                     _require_row(profiles, (*where, str(layer)), row)
                 forward, backward, update = (tuple(float(row[k]) for row in layers) for k in range(3))
                 if not sum(forward) + sum(backward):
-                    raise profiles.bad(where, 0, "a model takes time", "Fetch the file again")
+                    raise profiles.bad(where, 0, "all forward and backward times are 0", "Fetch the file again")
                 found[kind, _int(profiles, where[:3]), _int(profiles, where)] = LayerTimes(forward, backward, update)
     return found
 

@@ -245,8 +245,8 @@ def _keys(data: Any, steps: list[str], where: str) -> Keys:
             index = _index(data, step, dotted(keys), where)
             keys, data = (*keys, index), data[index]
         elif data is None and keys and (step.isdecimal() or "," in step):
-            rule = f"there is no {dotted(keys)} in the job that could be numbered or named"
-            remedy = f"Write {dotted(keys)} in the file first, or set what holds for all"
+            rule = f"the job has no list {dotted(keys)}, so it has no item {step}"
+            remedy = f"Write {dotted(keys)} in the file first, or set a key that applies to all"
             raise SpecError(where=where, key=f"{dotted(keys)}[{step}]", rule=rule, remedy=remedy)
         elif isinstance(data, dict) or data is None:
             keys, data = (*keys, step), (data or {}).get(step)

@@ -140,7 +140,7 @@ class ServedPage:
             if self._desk is None:
                 model: RunModel | None = self.run.model
                 if model is None:
-                    raise AtlasError(f"there is no what-if here: no {JOB} beside {FACTS} describes the run")
+                    raise AtlasError(f"what-if needs the job of the run: there is no {JOB} beside {FACTS}")
                 self._desk = WhatIfDesk(model, self._file)
             return self._desk
 

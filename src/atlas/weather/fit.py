@@ -108,7 +108,7 @@ def require_usable(table: PacketTable) -> None:
     at_ns = table.sent_ns[arrived] + table.rtt_ns[arrived]
     overtook = float((np.diff(at_ns) < 0).mean()) if len(at_ns) > 1 else 0.0
     if overtook > REORDERED:
-        rule = f"{100 * overtook:.0f} % of packets overtook others: this is no first-in-first-out path"
+        rule = f"{100 * overtook:.0f} % of packets overtook others: the path is not first in, first out"
         raise _bad(where, "rows", None, rule, "Record a single path: one node pair, no load balancing per packet")
 
 

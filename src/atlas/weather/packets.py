@@ -168,7 +168,7 @@ def _require_valid(path: Path, rows: Ints, first_row: int, last_ns: int) -> None
     sent, size, rtt = rows.T
     rules = (
         ("sent_ns", sent, sent < before, "times must not go back", "Sort the rows by sent_ns"),
-        ("sent_ns", sent, (sent < 0) | (sent > MAX_SENT_NS), "is no time in nanoseconds", "Check the unit"),
+        ("sent_ns", sent, (sent < 0) | (sent > MAX_SENT_NS), "is not a time in nanoseconds", "Check the unit"),
         ("bytes", size, (size < 1) | (size > MAX_BYTES), f"must be from 1 to {MAX_BYTES}", "Check the unit"),
         ("rtt_ns", rtt, (rtt == 0) | (rtt > MAX_RTT_NS), "must be more than 0 and at most an hour", "Check the unit"),
     )

@@ -128,7 +128,7 @@ class WorkerConnections(FrameServer):
             self._server = server = await asyncio.start_server(self._serve, host, port)
         except OSError as error:
             raise AtlasError(
-                f"{host}:{port} cannot listen there ({error.strerror}): choose another --workers-host or --workers-port"
+                f"{host}:{port}: cannot listen there ({error.strerror}). Choose another address or --workers-port"
             ) from None
         bound, port = server.sockets[0].getsockname()[:2]
         name = own_address(bound)

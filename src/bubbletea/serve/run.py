@@ -51,5 +51,5 @@ def _listening(where: Where) -> socket.socket:
         return socket.create_server((where.host, where.port), family=family, backlog=2048)
     except OSError as error:
         raise AtlasError(
-            f"{where.host}:{where.port} cannot listen there ({error.strerror}): choose another --host or --port"
+            f"{where.host}:{where.port}: cannot listen there ({error.strerror}). Choose another --host or --port"
         ) from None

@@ -35,14 +35,14 @@ def load_waits(path: Path, *, cached: bool = True) -> Windows:
     except ValueError as error:
         raise _wrong(path, "content", None, f"not JSON ({error})", MAKE) from None
     if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise _wrong(path, "format", None, f"is {FORMAT!r} in such a file", MAKE)
+        raise _wrong(path, "format", None, f"must be {FORMAT!r}", MAKE)
     key = "with_cache" if cached else "without_cache"
     try:
         made = [(float(busy), float(idle)) for busy, idle in found[key]["busy_idle_s"]]
     except (KeyError, TypeError, ValueError):
         made = []
     if not made or not all(0 <= busy < 1e9 and 0 <= idle < 1e9 for busy, idle in made) or not any(map(sum, made)):
-        raise _wrong(path, f"{key}.busy_idle_s", None, "a list of [busy, idle] seconds from 0 up", MAKE)
+        raise _wrong(path, f"{key}.busy_idle_s", None, "must be a list of [busy, idle] seconds, none negative", MAKE)
     return made
 
 

@@ -74,7 +74,8 @@ class Inbound:
         header = unpack_header(stream.read_head(HEADER_BYTES, self.settings.idle_s), self.settings.max_message_bytes)
         self.last_frame = time.monotonic()
         if header.epoch != greeting.epoch or header.lane != greeting.lane:
-            raise WorkerError(f"a frame of epoch {header.epoch}, lane {header.lane} on a stream of another")
+            frame, stream = f"epoch {header.epoch}, lane {header.lane}", f"epoch {greeting.epoch}, lane {greeting.lane}"
+            raise WorkerError(f"a frame of {frame} on a stream of {stream}")
         if header.kind == FrameKind.CHUNK:
             self._receive(header)
         elif header.kind == FrameKind.BYE:
