@@ -74,8 +74,8 @@ class Inbound:
         header = unpack_header(stream.read_head(HEADER_BYTES, self.settings.idle_s), self.settings.max_message_bytes)
         self.last_frame = time.monotonic()
         if header.epoch != greeting.epoch or header.lane != greeting.lane:
-            frame, stream = f"epoch {header.epoch}, lane {header.lane}", f"epoch {greeting.epoch}, lane {greeting.lane}"
-            raise WorkerError(f"a frame of {frame} on a stream of {stream}")
+            frame, own = f"epoch {header.epoch}, lane {header.lane}", f"epoch {greeting.epoch}, lane {greeting.lane}"
+            raise WorkerError(f"a frame of {frame} on a stream of {own}")
         if header.kind == FrameKind.CHUNK:
             self._receive(header)
         elif header.kind == FrameKind.BYE:
