@@ -68,6 +68,19 @@ def test_a_run_is_followed_while_it_runs(tmp_path: Path) -> None:
     assert run.state()["run"]["status"] == "ended"
 
 
+def test_a_run_is_followed_from_before_its_first_step(tmp_path: Path) -> None:
+    job = load_job(TINY)
+    write_facts(tmp_path, PageFacts("tiny"), job)
+    (tmp_path / TIMELINE).touch()
+    run = LiveRun()
+    follower = FolderFollower(tmp_path, run)
+    assert not follower.poll()
+    with RunReport(ReportChoice(bar=False, page=paths_of(tmp_path)), 2) as report:
+        report_steps(report, job, 1, 1)
+    assert follower.poll()
+    assert run.state()["last"]["step"] == 1
+
+
 def test_steps_that_are_done_again_replace_those_before(tmp_path: Path) -> None:
     job = saved_run(tmp_path, 5)
     run = LiveRun()

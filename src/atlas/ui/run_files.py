@@ -122,7 +122,8 @@ class FolderFollower:
         folder = source if source.is_dir() else source.parent
         self._fixed: Timeline | None = None
         timeline = found.timeline if found is not None else folder / TIMELINE
-        if timeline is not None and timeline.is_file() and not is_journal(timeline):
+        # With page.json beside it, training writes it: a file that is still empty is followed.
+        if found is not None and timeline is not None and timeline.is_file() and not is_journal(timeline):
             self._fixed, timeline = load_timeline(timeline), None
         self._journal = JournalTail(timeline or folder / TIMELINE, last=MAX_ITERATIONS)
         self._timelines = _Tail(timeline or folder / TIMELINE)
