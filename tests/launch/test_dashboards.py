@@ -14,7 +14,6 @@ import time
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -90,39 +89,8 @@ def test_dashboards_have_distinct_panels_inside_the_grid() -> None:
 
 
 # ---- with Debian's prometheus -----------------------------------------------------------------------------------
-class _Page(BaseHTTPRequestHandler):
-    metrics: Any
-
-    def do_GET(self) -> None:
-        self.metrics.first_token(0.3)
-        self.metrics.answered(0.3, 1.0, 20, "stop")
-        self.metrics.cached(5, 10)
-        self.metrics.refused("deadline")
-        for name in ("_bubbles", "_slices", "_late"):
-            getattr(self.metrics, name).labels("m", "p0.s0").inc()
-        for name in ("_bubble_s", "_filled_s"):
-            getattr(self.metrics, name).labels("m", "p0.s0").inc(0.5)
-        self.metrics._iterations.labels("m").observe(0.4)
-        for name in ("queued_s", "prefill_s"):
-            getattr(self.metrics, name).labels("m").observe(0.1)
-        for name in ("prompt_tokens", "answer_tokens"):
-            getattr(self.metrics, name).labels("m").inc(100)
-        body = self.metrics.text()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None: ...
-
-
-@contextlib.contextmanager
-def bubbletea_page() -> Iterator[int]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Page", (_Page,), {"metrics": service_metrics()}))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield server.server_address[1]
-    server.shutdown()
-    server.server_close()
+JOB = "examples/tiny.yaml"
+WITHIN_S = 240.0
 
 
 def free_port() -> int:
@@ -131,46 +99,75 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
+@contextlib.contextmanager
+def running(command: list[str], log: Path) -> Iterator[None]:
+    with log.open("w") as file, subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file) as process:
+        try:
+            yield
+        finally:
+            process.kill()
+
+
+@contextlib.contextmanager
+def clients(port: int) -> Iterator[None]:
+    """Two questions again and again, and one whose deadline cannot be met."""
+    ended = threading.Event()
+
+    def ask(prompt: str, deadline_s: float) -> None:
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 4, "deadline_s": deadline_s}
+        url, headers = f"http://127.0.0.1:{port}/v1/completions", {"Content-Type": "application/json"}
+        while not ended.wait(0.2):
+            with contextlib.suppress(OSError):  # it is starting, or refuses
+                asked = urllib.request.Request(url, json.dumps(body).encode(), headers)
+                urllib.request.urlopen(asked, timeout=60).read()
+
+    asked = [("Two datacenters train one model. " * 12, 30.0), ("Something else. " * 20, 30.0), ("Now!", 0.001)]
+    threads = [threading.Thread(target=ask, args=one, daemon=True) for one in asked]
+    for thread in threads:
+        thread.start()
+    yield
+    ended.set()
+
+
 def answer(port: int, query: str) -> list[Any]:
     url = f"http://127.0.0.1:{port}/api/v1/query?{urllib.parse.urlencode({'query': query})}"
     with urllib.request.urlopen(url, timeout=5) as reply:
-        return list(json.load(reply)["data"]["result"])
+        found = json.load(reply)["data"]["result"]
+    # A rate of something that never happened is a value; 0 / 0 is not.
+    return [one for one in found if one["value"][1] != "NaN"]
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="needs prometheus: apt-get install prometheus")
 def test_prometheus_answers_every_query_about_a_real_run(tmp_path: Path) -> None:
+    """Emulated training with a service in its bubbles, and clients that ask."""
+    pytest.importorskip("bubbletea.serve.metrics", reason="needs the extra `serve`")
     subprocess.run(["promtool", "check", "rules", str(MONITORING / "alerts.yml")], check=True, capture_output=True)
-    training, port = free_port(), free_port()
-    words = ["train", "examples/tiny.yaml", "--emulate", "--slower", "3", "--steps", "1000", "--no-bar"]
+    training, service, port = free_port(), free_port(), free_port()
+    meeting, slower = str(tmp_path / "service"), ["--slower", "3"]
+    targets = [f"127.0.0.1:{training}", f"127.0.0.1:{service}"]
+    config = {
+        "global": {"scrape_interval": "1s"},
+        "scrape_configs": [{"job_name": "atlas", "static_configs": [{"targets": targets}]}],
+    }
+    (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(config))
+    commands = {
+        "service": [sys.executable, "-m", "bubbletea.cli", "serve", JOB, "--name", "tiny", "--port", str(service)],
+        "training": [sys.executable, "-m", "atlas", "train", JOB, "--emulate", "--steps", "10000", "--no-bar"],
+        "prometheus": ["prometheus", f"--config.file={tmp_path / 'prometheus.yml'}"],
+    }
+    commands["service"] += [*slower, "--folder", meeting]
+    commands["training"] += [*slower, "--filler", "bubbletea", "--filler-folder", meeting]
+    commands["training"] += ["--metrics-port", str(training)]
+    commands["prometheus"] += [f"--storage.tsdb.path={tmp_path / 'data'}", f"--web.listen-address=127.0.0.1:{port}"]
     with contextlib.ExitStack() as stack:
-        service = stack.enter_context(bubbletea_page())
-        config = {
-            "global": {"scrape_interval": "1s"},
-            "scrape_configs": [
-                {
-                    "job_name": "atlas",
-                    "static_configs": [{"targets": [f"127.0.0.1:{training}", f"127.0.0.1:{service}"]}],
-                }
-            ],
-        }
-        (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(config))
-        for command in (
-            [sys.executable, "-m", "atlas", *words, "--metrics-port", str(training)],
-            [
-                "prometheus",
-                f"--config.file={tmp_path / 'prometheus.yml'}",
-                f"--storage.tsdb.path={tmp_path / 'data'}",
-                f"--web.listen-address=127.0.0.1:{port}",
-            ],
-        ):
-            process = stack.enter_context(
-                subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            )
-            stack.callback(process.kill)
-        open_ones, deadline = queries(), time.monotonic() + 120
+        for name, command in commands.items():
+            stack.enter_context(running(command, tmp_path / f"{name}.log"))
+        stack.enter_context(clients(service))
+        open_ones, deadline = queries(), time.monotonic() + WITHIN_S
         while open_ones and time.monotonic() < deadline:
             with contextlib.suppress(OSError):  # it is starting
                 open_ones = {where: query for where, query in open_ones.items() if not answer(port, query)}
             time.sleep(1)
-    assert open_ones == {}
+    logs = {name: (tmp_path / f"{name}.log").read_text()[-500:] for name in commands}
+    assert open_ones == {}, logs

@@ -207,12 +207,24 @@ def test_the_flags_of_a_run_that_is_watched(tmp_path: Path) -> None:
     job = load_job(Path(__file__).parents[2] / "examples" / "tiny.yaml")
     choice = watched(args, recipe.logging, job, TrainOptions("atlas"))
     labels = {"job": job.name, "schedule": "atlas"}
-    assert choice == ReportChoice(
+    assert replace(choice, gpus=None) == ReportChoice(
         bar=False, lines=tmp_path / "a", metrics_port=0, labels=labels, trackers_asked=False, folder=Path("runs/tiny")
     )
     on_gpus = watched(args, recipe.logging, job, TrainOptions("atlas", device="cuda", model="job")).gpus
     assert on_gpus is not None
     assert on_gpus.flops_per_token > 6 * job.model.layers * 12 * job.model.hidden**2
+
+
+def test_mfu_of_paced_devices_is_that_of_the_job() -> None:
+    job = load_job(Path(__file__).parents[2] / "examples" / "tiny.yaml")
+    row = atlas.simulate(job, "1f1b").best.row()
+    parser = argparse.ArgumentParser()
+    watch_flags(parser)
+    facts = watched(parser.parse_args([]), load_recipe(None).logging, job, TrainOptions("1f1b", slower=3)).gpus
+    assert facts is not None
+    event = facts.figures({**EVENT, "num_workers": 8, "iteration_s": 3 * row["iteration_s"]})
+    assert event["mfu"] == pytest.approx(row["mfu"])
+    assert "MFU" not in figures(event)
 
 
 def test_figures_of_a_gpu() -> None:

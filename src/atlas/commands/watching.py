@@ -123,13 +123,15 @@ def reports_elsewhere(args: argparse.Namespace) -> str:
 
 
 def _gpu_facts(job: Job, options: TrainOptions) -> GpuFacts | None:
-    """Of a run of the job's own model on GPUs of one type."""
-    types = {dc.gpu for dc in job.cluster.datacenters}
-    if not options.device.startswith("cuda") or options.model != OWN or len(types) != 1:
+    """Of a run on GPUs of one type: of the job's own model, or of paced devices, which take the job's time."""
+    types, paced = {dc.gpu for dc in job.cluster.datacenters}, options.device == "paced"
+    runs_own = options.device.startswith("cuda") and options.model == OWN
+    if not (paced or runs_own) or len(types) != 1:
         return None
     gpu = job.cluster.gpu_type(types.pop())
     peak = gpu.fp32_tflops if job.precision == "fp32" else gpu.bf16_tflops
-    return GpuFacts(job.tp, flops_per_token(job.model), peak * 1e12)
+    tokens = job.microbatch * job.num_microbatches * job.model.seq_len / (job.pp * job.tp)
+    return GpuFacts(job.tp, flops_per_token(job.model), peak * 1e12, tokens * options.slower if paced else 0.0)
 
 
 # ---- traces ----------------------------------------------------------------------------------------------------------

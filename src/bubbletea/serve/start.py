@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import dataclasses
 import ipaddress
+from collections import Counter
 from contextlib import AbstractContextManager, ExitStack
 
 from atlas.errors import AtlasError
@@ -86,10 +87,10 @@ def start(args: argparse.Namespace) -> int:
         return announced(meeting_folder(args.folder), args.dc, place)
 
     def on_start(server: HttpServer) -> None:
-        lanes = ", ".join(f"{lane.dc} ({len(lane.workers)} workers)" for lane in parts.lanes)
+        lanes = _counted([(lane.dc, len(lane.workers)) for lane in parts.lanes])
         print(
             f"{settings.name} at http://{args.host}:{server.port}/v1, hand-off at {parts.kv_server.address[0]}:"
-            f"{parts.kv_server.address[1]}; lanes in {lanes}. /health reports when the workers are ready",
+            f"{parts.kv_server.address[1]}; {lanes}. /health reports when the workers are ready",
             flush=True,
         )
         if args.ui or args.ui_at is not None:
@@ -101,6 +102,15 @@ def start(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         asyncio.run(run(parts, where, workers, on_start))
     return 0
+
+
+def _counted(lanes: list[tuple[str, int]]) -> str:
+    """Lanes of the same datacenter and size, in one part: `4 lanes of 1 worker in east`."""
+    parts = [
+        f"{count} lane{'s' * (count > 1)} of {size} worker{'s' * (size > 1)} in {dc}"
+        for (dc, size), count in Counter(lanes).items()
+    ]
+    return ", ".join(parts)
 
 
 def _require_device(args: argparse.Namespace) -> None:

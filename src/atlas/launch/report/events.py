@@ -57,9 +57,15 @@ class GpuFacts:
     """Forward and backward."""
     peak_flops: float
     """Of one GPU, FLOP/s by its data sheet."""
+    paced_tokens: float = 0.0
+    """On paced devices, which train a small model in the time of the job's own: tokens of that one by GPU and
+    iteration, times `--slower`. 0 on GPUs."""
 
     def figures(self, event: StepEvent) -> StepEvent:
         """The event with the figures of a GPU."""
+        if self.paced_tokens:
+            rate = self.paced_tokens / event["iteration_s"] if event["iteration_s"] > 0 else 0.0
+            return {**event, "mfu": rate * self.flops_per_token / self.peak_flops}
         rate = tokens_per_s(event) / (event["num_workers"] * self.per_worker)
         return {**event, "tokens_per_gpu_s": rate, "mfu": rate * self.flops_per_token / self.peak_flops}
 

@@ -42,7 +42,7 @@ HELP = {
         "When the last complete checkpoint was reported, in Unix time; before the first, when this process began.",
     ),
     "restarts_total": ("counter", "Restarts of all workers, by reason."),
-    "mfu_ratio": ("gauge", "Model FLOPs utilization of the last step, of runs on GPUs of one type."),
+    "mfu_ratio": ("gauge", "Model FLOPs utilization of the last step, of runs on GPUs of one type, real or paced."),
     "goodput_steps_per_second": ("gauge", "Steps that were kept since this process began, over its time."),
     "worker_memory_peak_bytes": ("gauge", "Most memory of a worker so far, of its device and of its process."),
     "worker_busy_seconds": ("gauge", "Of the last step: a worker's accelerator computes."),

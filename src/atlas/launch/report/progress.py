@@ -70,7 +70,7 @@ def figures(event: StepEvent, room: int | None = None) -> str:
     """`loss 2.3412  12.3k tok/s  410 ms (+2.1 %)  WAN 3.2 Gbit/s`: as many of these as there is room for."""
     wan = event.get("wan_gbit_s")
     words = {"loss": f"loss {event['loss']:.4f}", "speed": f"{_short(tokens_per_s(event))} tok/s"}
-    if "mfu" in event:
+    if "mfu" in event and "tokens_per_gpu_s" in event:
         words["mfu"] = f"{_short(event['tokens_per_gpu_s'])} tok/s/GPU, MFU {event['mfu']:.1%}"
     words["time"] = _time(event["iteration_s"]) + _off(against_prediction(event))
     if wan is not None:

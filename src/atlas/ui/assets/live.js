@@ -8,7 +8,7 @@ const drawn = { map: "", links: "", events: "" };  // what is on the page alread
 const isNew = (part, data) => { const text = JSON.stringify(data); if (drawn[part] === text) return false; drawn[part] = text; return true; };
 const live = { state: null, series: null, shown: -1, held: false, asking: false, opened: false, busy: false, heard: 0, lost: false };
 
-const short = x => x >= 1e9 ? (x / 1e9).toFixed(2) + " G" : x >= 1e6 ? (x / 1e6).toFixed(2) + " M" : x >= 1e4 ? (x / 1e3).toFixed(1) + " k" : x >= 100 ? x.toFixed(0) : x.toPrecision(3);
+const short = x => Number.isInteger(x) && Math.abs(x) < 1e4 ? String(x) : x >= 1e9 ? (x / 1e9).toFixed(2) + " G" : x >= 1e6 ? (x / 1e6).toFixed(2) + " M" : x >= 1e4 ? (x / 1e3).toFixed(1) + " k" : x >= 100 ? x.toFixed(0) : x.toPrecision(3);
 const known = x => x !== null && x !== undefined && Number.isFinite(x);
 const clock = t => new Date(1000 * t).toLocaleTimeString([], { hour12: false });
 
@@ -66,7 +66,11 @@ function fillCards(state) {
   card("iteration", last.step ? "iteration, measured" : saved ? `iteration, ${run.source}` : "iteration, predicted", time, known(time) ? duration(time * 1e9) : "",
     off === null ? plan && plan.order === "first" && run.source === "simulated" ? "order not searched yet…" : idle(state) ? "one optimizer step" : "" : `predicted ${duration(plan.iteration_s * 1e9)}, ${off >= 0 ? "+" : ""}${(100 * off).toFixed(1)} %`, spark(s.iteration_s || []), "Time of one optimizer step");
   const speed = known(last.tokens_per_s) ? last.tokens_per_s : plan && !last.step ? plan.tokens_per_s : null;
-  card("tokens", "tokens a second", speed, known(speed) ? short(speed) : "", known(last.tokens_per_gpu_s) ? short(last.tokens_per_gpu_s) + " for each GPU" : idle(state) && plan ? `on ${plan.num_gpus.toLocaleString("en")} GPUs` : "", spark(s.tokens_per_s || []));
+  // Paced devices train a small model in the job's time: the job's own tokens a second follow from its plan.
+  const whole = run.device === "paced" && last.step && plan && last.iteration_s ? plan.tokens_per_s * plan.iteration_s / last.iteration_s : null;
+  const isSmall = known(whole) && Math.abs(speed / whole - 1) > 0.01;
+  card("tokens", "tokens a second", speed, known(speed) ? short(speed) : "", isSmall ? `the job: ${short(whole)}` : known(last.tokens_per_gpu_s) ? short(last.tokens_per_gpu_s) + " for each GPU" : idle(state) && plan ? `on ${plan.num_gpus.toLocaleString("en")} GPUs` : "", spark(s.tokens_per_s || []),
+    isSmall ? "Of the small model that runs on paced devices. At this iteration time the job itself trains on " + Math.round(whole).toLocaleString("en") + " tokens a second." : "Tokens trained on in a second");
   if (!idle(state)) card("loss", "loss", last.loss, known(last.loss) ? last.loss.toFixed(4) : "", "", spark(s.loss || []));
   const busy = known(run.utilization) ? run.utilization : plan ? plan.utilization : null;
   card("busy", "accelerators busy", busy, known(busy) ? percent(busy) : "", plan && !idle(state) ? `predicted ${percent(plan.utilization)}` : "of the time they compute", busyBar(state), "Share of the time in which accelerators compute; the bar shows what they wait for");
@@ -75,8 +79,10 @@ function fillCards(state) {
   const links = state.links || [], busiest = links.reduce((a, b) => !a || b.load > a.load ? b : a, null);
   if (busiest) card("wan", "busiest WAN link", busiest.load, percent(busiest.load), `${busiest.gbit_s.toPrecision(3)} Gbit/s, ${busiest.a} – ${busiest.b}`, null,
     known(busiest.transfer_ms) ? `A transfer takes ${busiest.transfer_ms.toFixed(1)} ms (median)` : "");
-  for (const [k, one] of (state.service || []).entries())
-    card("service" + k, one.label, one.value, known(one.value) ? short(one.value) + (one.unit ? " " + one.unit : "") : "", "BubbleTea");
+  for (const [k, one] of (state.service || []).entries()) {
+    const unit = String(one.unit || ""), sign = unit.length === 1 ? " " + unit : "";
+    card("service" + k, one.label, one.value, known(one.value) ? short(one.value) + sign : "", unit && !sign ? `${unit}, BubbleTea` : "BubbleTea");
+  }
 }
 
 // ---- state ----------------------------------------------------------------------------------------------------------
