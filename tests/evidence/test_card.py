@@ -12,6 +12,7 @@ import yaml
 
 import atlas
 from atlas.cli import main
+from atlas.commands.watching import recorded
 from atlas.errors import AtlasError
 from atlas.evidence.card import lacking_keys
 from atlas.evidence.data_point import DataPoint, read_data_point
@@ -21,6 +22,8 @@ from atlas.evidence.run_folder import find_run
 from atlas.evidence.write_card import CARD, RunFacts, write_data_point
 from atlas.ir.analysis import bubbles
 from atlas.ir.timeline import Timeline
+from atlas.launch.report import ReportChoice, RunReport, StepEvent
+from atlas.launch.train_options import TrainOptions
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny.yaml"
 
@@ -106,6 +109,24 @@ def test_a_timeline_file_needs_its_job_and_not_another(tmp_path: Path, capsys: p
     assert "is not the job of" in capsys.readouterr().err
     assert main(["card", str(saved), "--job", str(TINY), "--out", out]) == 0
     assert read_data_point(tmp_path / "out").source == "simulated"
+
+
+def test_the_card_of_a_slowed_run_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved, out = tmp_path / "run.timeline", tmp_path / "out"
+    timeline = atlas.simulate(TINY, "1f1b").best.timeline
+    with RunReport(ReportChoice(bar=False, timeline=saved), 3) as report:
+        on_step = recorded(report, None, TrainOptions("1f1b", slower=3))
+        for step in (1, 2, 3):
+            event: StepEvent = {"step": step, "loss": 1.0, "tokens": 1, "iteration_s": 1.0}
+            on_step(event, shifted(timeline, step * timeline.makespan_ns))
+    assert main(["card", str(saved), "--job", str(TINY), "--out", str(out)]) == 0
+    card = yaml.safe_load((out / "workload_card.yaml").read_text())
+    assert card["description"].endswith("every duration times 3.")
+    assert card["atlas"]["trained"].startswith("a stand-in")
+    assert '"slower": 3' in (out / "rank0_trace.json").read_text()[:1000]
+    capsys.readouterr()
+    assert main(["metrics", str(out)]) == 0
+    assert "every duration was multiplied by 3" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_run_folder_without_a_timeline_is_refused(tmp_path: Path) -> None:

@@ -94,6 +94,42 @@ def test_a_phone_shows_all_of_it_without_scrolling_sideways(browser: Any, served
     page.close()
 
 
+def test_the_pinned_span_and_the_range_are_whole_beside_each_other(browser: Any, served: ServedPage) -> None:
+    page, complaints = opened(browser, served.url)
+    page.fill("#search", "1F3")
+    page.press("#search", "Enter")
+    page.wait_for_selector("#pin:not([hidden])")
+    plot = page.locator("#plot").bounding_box()
+    page.mouse.move(plot["x"] + 350, plot["y"] + 8)
+    page.mouse.down()
+    page.mouse.move(plot["x"] + 500, plot["y"] + 8, steps=3)
+    page.mouse.up()
+    page.wait_for_selector("#range:not([hidden])")
+    assert "computing" in page.locator("#range").inner_text()
+    stage = page.locator("#stage").bounding_box()
+    for name in ("#pin", "#range"):
+        box = page.locator(name).bounding_box()
+        assert box["y"] >= stage["y"]
+        assert box["y"] + box["height"] <= stage["y"] + stage["height"]
+    assert complaints == []
+    page.close()
+
+
+def test_every_figure_of_a_card_is_seen_whole(browser: Any) -> None:
+    cards = [{"label": "time to first token", "unit": "s", "value": 0.249}, {"label": "waiting", "value": 3.0}]
+    cards += [{"label": "bubbles filled", "unit": "%", "value": 30.44}]
+    cards += [{"label": "prefilled", "unit": "tokens/s", "value": 1.5e4}]
+    with ServedPage(str(TINY)) as served:
+        served.run.set_service(cards)
+        page, _ = opened(browser, served.url)
+        texts = page.locator("#cards b").all_inner_texts()
+        assert texts[-4:] == ["0.249 s", "3", "30.4 %", "15.0 k"]
+        wide = "[...document.querySelectorAll('.card b, .card h2')].filter(e => e.scrollWidth > e.clientWidth)"
+        assert page.evaluate(f"{wide}.map(e => e.textContent)") == []
+        assert page.evaluate("document.querySelector('#cards').scrollWidth") <= 1280
+        page.close()
+
+
 def test_a_running_page_follows_the_run(browser: Any, tmp_path: Path) -> None:
     job = load_job(TINY)
     write_facts(tmp_path, PageFacts(job.name, steps=9, device="paced"), job)

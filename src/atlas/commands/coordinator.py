@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     record = RunRecord(Path(recipe.logging.folder or args.state), {"run": job.name, "steps": options.steps})
     evidence = evidence_of(args.evidence, job, options)
     with live_page(args, recipe.logging, job, options), RunReport(choice, options.steps) as report:
-        callbacks = RunCallbacks(noted(report, say_line), recorded(report, evidence), record=record)
+        callbacks = RunCallbacks(noted(report, say_line), recorded(report, evidence, options), record=record)
         code = coordinate(job, options, settings, callbacks, args.state)
     write_evidence(evidence)
     return code

@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         show(_table("CCL-Bench's metrics", [point.ccl for point in points], points, compared=compared), "")
         show(_table("Atlas's metrics", [point.own for point in points], points, compared=compared))
         if len(points) == 1:
-            show(*_without_value(points[0]))
+            show(*_notes(points[0]))
         if args.definitions:
             show("", *(f"{name}: {words}" for name, words in {**CCL_DEFINITIONS, **OWN_DEFINITIONS}.items()))
     for point in points:
@@ -97,10 +97,14 @@ def ratio_text(value: float | None, other: float | None) -> str:
     return "–" if value is None or not other else f"{value / other:.3f}x"
 
 
-def _without_value(point: DataPoint) -> list[str]:
-    """The metrics without a value, by reason."""
+def _notes(point: DataPoint) -> list[str]:
+    """How the run differs from its job, and the metrics without a value, by reason."""
+    slowed = (
+        f"every duration was multiplied by {point.slower:g} (--slower): the job's rates and MFU are so much higher."
+    )
     by_reason: dict[str, list[str]] = {}
     for metric in (*point.ccl, *point.own):
         if metric.value is None:
             by_reason.setdefault(metric.reason, []).append(metric.name)
-    return [f"{point.name}: no value of {', '.join(names)}: {reason}." for reason, names in by_reason.items()]
+    missing = [f"{point.name}: no value of {', '.join(names)}: {reason}." for reason, names in by_reason.items()]
+    return [f"{point.name}: {slowed}", *missing] if point.slower != 1 else missing

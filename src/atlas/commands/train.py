@@ -192,7 +192,7 @@ def run(args: argparse.Namespace) -> int:
         return run_dc(args, job, options, recipe, evidence)
     choice = watched(args, recipe.logging, job, options)
     with live_page(args, recipe.logging, job, options), RunReport(choice, options.steps) as report:
-        result = rehearse(job, options, on_step=recorded(report, evidence))
+        result = rehearse(job, options, on_step=recorded(report, evidence, options))
     _print(job.name, options, result)
     write_evidence(evidence)
     end_traces(args)

@@ -144,7 +144,7 @@ def run_dc(
             stack.enter_context(live_page(args, recipe.logging, job, options))
             report = stack.enter_context(RunReport(choice, options.steps))
             record = RunRecord(logs, {"run": job.name, "steps": options.steps})
-            callbacks = RunCallbacks(noted(report, say_line), recorded(report, evidence), record=record)
+            callbacks = RunCallbacks(noted(report, say_line), recorded(report, evidence, options), record=record)
             stack.callback(write_evidence, evidence)
         elif elsewhere := reports_elsewhere(args):
             say_line(elsewhere)

@@ -202,7 +202,7 @@ def evidence_of(folder: Path | None, job: Job, options: TrainOptions) -> Evidenc
         options.tcp,
         command=["atlas", *sys.argv[1:]],
         dataset=options.data or "made up",
-        trained=(options.model or "a stand-in, paced to the job's durations") if options.model != OWN else "",
+        trained=_trained(options),
         device="cpu" if options.device == "cpu" else "",
         slower=options.slower,
     )
@@ -214,10 +214,19 @@ def evidence_of(folder: Path | None, job: Job, options: TrainOptions) -> Evidenc
     return recorder
 
 
-def recorded(report: RunReport, evidence: EvidenceRecorder | None) -> OnStep:
-    """Reports a step, and keeps its timeline for `--evidence`."""
+def _trained(options: TrainOptions) -> str:
+    """The model that runs, where it is not the job's."""
+    return (options.model or "a stand-in, paced to the job's durations") if options.model != OWN else ""
+
+
+def recorded(report: RunReport, evidence: EvidenceRecorder | None, options: TrainOptions) -> OnStep:
+    """Reports a step, and keeps its timeline for `--evidence`. The timeline says how the run differs from the job, so
+    that `atlas card` can say it too."""
+    about: dict[str, object] = {"trained": _trained(options)} if options.model != OWN else {}
+    about |= {"slower": options.slower} if options.slower != 1 else {}
 
     def step(event: StepEvent, timeline: Timeline) -> None:
+        timeline.meta.update(about)
         report.step(event, timeline)
         if evidence is not None:
             evidence.step(event["step"], timeline)

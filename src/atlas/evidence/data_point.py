@@ -59,6 +59,12 @@ class DataPoint:
         card = self.found.card
         return (card.source if card is not None else "") or "trace"
 
+    @property
+    def slower(self) -> float:
+        """What every duration of an emulated run was multiplied by."""
+        card = self.found.card
+        return (card.number("atlas.slower") if card is not None else None) or 1.0
+
     def value(self, name: str) -> float | None:
         return next((metric.value for metric in (*self.ccl, *self.own) if metric.name == name), None)
 

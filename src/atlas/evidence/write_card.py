@@ -113,10 +113,11 @@ def card_of(timeline: Timeline, job: Job, arrangement: Arrangement, facts: RunFa
     model, program = job.model, timeline.program
     dp = program.num_pipelines * job.cells
     params = model_params(model)
+    slowed = "" if facts.slower == 1 else f", every duration times {facts.slower}"
     what = f"{job.name}: {model.family} of {params / 1e9:.3g}B parameters over {_places(job, arrangement)}"
     return {
         "version": 1,
-        "description": facts.description or f"{what}, schedule {facts.schedule}. Times are {timeline.source}.",
+        "description": facts.description or f"{what}, schedule {facts.schedule}. Times are {timeline.source}{slowed}.",
         "hf_url": "",
         "trace_url": "",
         "contributor": facts.contributor,

@@ -90,6 +90,8 @@ def _head(timeline: Timeline, sizes: Sizes, worker: int) -> str:
         "datacenter": program.worker_dc(worker),
         "gpus": sizes.tp,
     }
+    if "slower" in timeline.meta:
+        about["slower"] = timeline.meta["slower"]
     info = {"backend": "atlas", "rank": worker * sizes.tp, "world_size": world}
     device = [{"id": 0, "name": f"{sizes.device} ({timeline.source})"}]
     parts = {"schemaVersion": 1, "deviceProperties": device, "distributedInfo": info, "atlas": about}
