@@ -115,7 +115,7 @@ class EmulatedNet:
     def stats(self) -> EmulatorStats:
         raw = self._ask("stats")
         directions = {(src, dst): DirectionStats(*counts) for src, dst, *counts in raw["directions"]}
-        lateness = summarize(raw["bins"], raw["total_ns"], raw["worst_ns"])
+        lateness = summarize(raw["bins"], raw["worst_ns"])
         return EmulatorStats(lateness, directions, raw["cpu_s"], self._priority, raw.get("connections", []))
 
     @property

@@ -200,7 +200,7 @@ def _read_packets(
 
 
 @njit(cache=True)
-def _write_packets(fds: Any, ints: Any, memory: Any, words: Any, bins: Any, totals: Any, spec: Any) -> Any:
+def _write_packets(fds: Any, ints: Any, memory: Any, words: Any, bins: Any, worst: Any, spec: Any) -> Any:
     """Writes what is due and returns when the next packet is due."""
     next_ns = np.int64(1) << 62
     for link in range(ints.shape[0]):
@@ -221,8 +221,7 @@ def _write_packets(fds: Any, ints: Any, memory: Any, words: Any, bins: Any, tota
             _write(fds[row[DST]], memory.ctypes.data + at + RECORD_BYTES, num_bytes)
             late_ns = now_ns - due_ns
             bins[min(late_ns // BIN_NS, NUM_BINS - 1)] += 1
-            totals[0] += late_ns
-            totals[1] = max(totals[1], late_ns)
+            worst[0] = max(worst[0], late_ns)
             need = RECORD_BYTES + (num_bytes + 15) // 16 * 16
             row[HEAD] = (row[HEAD] + need) % row[SIZE]
             row[USED] -= need
@@ -244,7 +243,7 @@ def forward(
     seen: NDArray[np.int64],
     num_seen: NDArray[np.int64],
     bins: NDArray[np.int64],
-    totals: NDArray[np.int64],
+    worst: NDArray[np.int64],
     polls: NDArray[np.int32],
 ) -> None:
     """Forwards until the last of `polls`, the command socket, is readable. `polls` has rows of fd, events/revents."""
@@ -253,7 +252,7 @@ def forward(
     spec = np.zeros(2, np.int64)
     while True:
         begin_ns = _now_ns(spec)
-        next_ns = _write_packets(fds, ints, memory, words, bins, totals, spec)
+        next_ns = _write_packets(fds, ints, memory, words, bins, worst, spec)
         rest_ns = begin_ns + PERIOD_NS - _now_ns(spec)
         if rest_ns > 0:
             spec[0], spec[1] = 0, rest_ns

@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from atlas.lifetime import end_with_parent
 from atlas.wan.emulator import forward as f
 from atlas.wan.emulator.emulated_net import answer
 from atlas.wan.emulator.lateness import NUM_BINS
 from atlas.wan.emulator.paths import UNCAPPED_QUEUE_BYTES, PathSpec, round_trip_bytes
-from atlas.wan.emulator.priority import end_with_parent, raise_priority
+from atlas.wan.emulator.priority import raise_priority
 from atlas.wan.emulator.rivals import rival_tables, segment_bytes, start_rivals
 
 MAX_RING_BYTES = 256 << 20
@@ -43,7 +44,7 @@ class ForwardServer:
         self._polls = np.zeros((num + 1, 2), np.int32)
         self._polls[:, 0] = [*tun_fds, control.fileno()]
         self._trunk_rows: dict[tuple[str, bool], int] = {}
-        self._bins, self._totals = np.zeros(NUM_BINS, np.int64), np.zeros(2, np.int64)
+        self._bins, self._worst = np.zeros(NUM_BINS, np.int64), np.zeros(1, np.int64)
         self._pairs: list[tuple[str, str]] = []
         self._cross, self._rivals = np.zeros(0), rival_tables(0)
         self._seen, self._num_seen = np.zeros((0, 4), np.int64), np.zeros(1, np.int64)
@@ -55,7 +56,7 @@ class ForwardServer:
             words = self._memory.view(np.int64)
             tables = self._link_of, self._floats, self._ints, self._trunks, self._memory, words
             weather = self._cross, self._rivals, self._seen, self._num_seen
-            f.forward(self._fds, *tables, *weather, self._bins, self._totals, self._polls)
+            f.forward(self._fds, *tables, *weather, self._bins, self._worst, self._polls)
 
     def do_paths(self, nodes: list[str], paths: list[tuple[str, str, dict[str, Any]]]) -> dict[str, Any]:
         self._nodes = {name: i for i, name in enumerate(nodes)}
@@ -102,8 +103,7 @@ class ForwardServer:
         columns = [f.NUM_BYTES, f.NUM_PACKETS, f.DROPPED, f.LOST]
         return {
             "bins": self._bins.tolist(),
-            "total_ns": int(self._totals[0]),
-            "worst_ns": int(self._totals[1]),
+            "worst_ns": int(self._worst[0]),
             "cpu_s": sum(os.times()[:2]),
             "directions": [
                 [*pair, *row] for pair, row in zip(self._pairs, self._ints[:, columns].tolist(), strict=True)
@@ -130,7 +130,7 @@ class ForwardServer:
 
     def do_reset(self) -> None:
         self._bins[:] = 0
-        self._totals[:] = 0
+        self._worst[:] = 0
 
     def _compile(self) -> None:
         """Runs one empty round, so that the first packet does not wait for the compiler."""
@@ -142,7 +142,7 @@ class ForwardServer:
             words = self._memory.view(np.int64)
             tables = self._link_of[:0], self._floats, none, self._trunks, self._memory, words
             weather = self._cross, self._rivals, self._seen, self._num_seen
-            f.forward(self._fds[:0], *tables, *weather, self._bins, self._totals, polls)
+            f.forward(self._fds[:0], *tables, *weather, self._bins, self._worst, polls)
 
     def _trunk(self, path: PathSpec, there: bool) -> int:
         if path.trunk is None:
@@ -179,7 +179,7 @@ def _ring_bytes(path: PathSpec) -> int:
 
 
 if __name__ == "__main__":
-    end_with_parent()
+    end_with_parent(os.getppid())  # also if a fork of the parent keeps the command socket open
     gc.disable()
     control_fd, *tuns = map(int, sys.argv[1:])
     ForwardServer(socket.socket(fileno=control_fd), tuns).run()

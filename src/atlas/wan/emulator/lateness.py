@@ -25,7 +25,6 @@ class Lateness:
     """A summary of lateness, in seconds."""
 
     num_pieces: int
-    mean_s: float
     p50_s: float
     p99_s: float
     worst_s: float
@@ -56,24 +55,20 @@ class Lateness:
 class Histogram:
     """Counts lateness in bins. `note` is called for every delivery."""
 
-    __slots__ = ("bins", "total_ns", "worst_ns")
+    __slots__ = ("bins", "worst_ns")
 
     def __init__(self) -> None:
         self.bins = [0] * NUM_BINS
-        self.total_ns = self.worst_ns = 0
+        self.worst_ns = 0
 
     def note(self, late_ns: int) -> None:
         late_ns = max(late_ns, 0)
         self.bins[min(late_ns // BIN_NS, NUM_BINS - 1)] += 1
-        self.total_ns += late_ns
         if late_ns > self.worst_ns:
             self.worst_ns = late_ns
 
-    def summary(self) -> Lateness:
-        return summarize(self.bins, self.total_ns, self.worst_ns)
 
-
-def summarize(bins: Iterable[int], total_ns: int, worst_ns: int) -> Lateness:
+def summarize(bins: Iterable[int], worst_ns: int) -> Lateness:
     """Percentiles are the upper edges of their bins, so they are never too small."""
     counts = [int(n) for n in bins]
     num = sum(counts)
@@ -86,5 +81,4 @@ def summarize(bins: Iterable[int], total_ns: int, worst_ns: int) -> Lateness:
                 return min((i + 1) * BIN_NS, worst_ns) / 1e9
         return worst_ns / 1e9
 
-    mean_s = total_ns / num / 1e9 if num else 0.0
-    return Lateness(num, mean_s, percentile(0.5), percentile(0.99), worst_ns / 1e9)
+    return Lateness(num, percentile(0.5), percentile(0.99), worst_ns / 1e9)

@@ -14,7 +14,6 @@ SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
 """Number of the system call."""
 SLICE_NS = 100_000
 """The shortest time slice that the kernel grants."""
-PR_SET_PDEATHSIG, SIGKILL = 1, 9
 
 
 def raise_priority(*, realtime: bool = True) -> str:
@@ -29,8 +28,3 @@ def raise_priority(*, realtime: bool = True) -> str:
     attributes = struct.pack("IIQiIQQQ", 48, 0, 0, 0, 0, SLICE_NS, 0, 0)
     done = number is not None and ctypes.CDLL(None).syscall(number, 0, attributes, 0) == 0
     return "short slice" if done else "ordinary"
-
-
-def end_with_parent() -> None:
-    """Kills this process when its parent dies, even if a fork of the parent keeps the command socket open."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGKILL)

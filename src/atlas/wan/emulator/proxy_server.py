@@ -14,12 +14,13 @@ import sys
 import time
 from typing import Any
 
+from atlas.lifetime import end_with_parent
 from atlas.wan.emulator.emulated_net import answer
 from atlas.wan.emulator.flows import LinkDirection, ProxiedConnection, TrunkDirection
 from atlas.wan.emulator.lateness import Histogram
 from atlas.wan.emulator.loop import RESET, ProxyLoop
 from atlas.wan.emulator.paths import PathSpec, path_between
-from atlas.wan.emulator.priority import end_with_parent, raise_priority
+from atlas.wan.emulator.priority import raise_priority
 
 BACKLOG = 512
 """Connections that may wait to be accepted: more than any bench opens at once."""
@@ -124,7 +125,6 @@ class ProxyServer:
         late = self.loop.lateness
         return {
             "bins": late.bins,
-            "total_ns": late.total_ns,
             "worst_ns": late.worst_ns,
             "cpu_s": sum(os.times()[:2]),
             "directions": [[*pair, link.num_bytes, link.num_pieces] for pair, link in self._links.items()],
@@ -200,6 +200,6 @@ class ProxyServer:
 
 
 if __name__ == "__main__":
-    end_with_parent()
+    end_with_parent(os.getppid())  # also if a fork of the parent keeps the command socket open
     gc.disable()  # no cycles of any size are made here, and a collection would delay deliveries
     ProxyServer(socket.socket(fileno=int(sys.argv[1]))).run()
