@@ -44,7 +44,7 @@ class StateBytes(NamedTuple):
 
 
 def state_bytes(params: Any, element: int, gradient: int, optimizer: int, shards: Any = 1) -> StateBytes:
-    """Bytes of so many parameters, from the bytes of each. `shards`: pipelines that divide the optimizer state among
+    """Bytes of this many parameters, from the bytes of each. `shards`: pipelines that divide the optimizer state among
     them (ZeRO-1)."""
     return StateBytes(params * element, params * gradient, np.ceil(params * optimizer / shards))
 

@@ -20,12 +20,12 @@ from atlas.evidence.metric import Metric, missing
 from atlas.evidence.rank_trace import BIT, COLLECTIVES, Mark, RankTrace
 
 MAX_FILES = 16
-"""CCL-Bench reads at most so many rank files, chosen at random with a fixed seed."""
+"""CCL-Bench reads at most this many rank files, chosen at random with a fixed seed."""
 SAMPLE_SEED = 42
 PEAK_TFLOPS = {"nvidia_a100": 312.0, "nvidia_h100": 989.0, "tpu_v6e": 918.0}
 """The hardware that CCL-Bench knows a peak of."""
 PASSES = {"allreduce": 2, "allgather": 1, "reducescatter": 1, "alltoall": 1}
-"""By collective: bytes on the wire are so many times (n - 1)/n of the message, in a group of n."""
+"""By collective: bytes on the wire are this many times (n - 1)/n of the message, in a group of n."""
 
 
 @dataclass(frozen=True)

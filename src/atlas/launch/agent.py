@@ -9,7 +9,7 @@ messages to and from them, keeps checkpoints, and ends everything when asked to,
     <- {"clock": any}              -> {"clock": ns}                     this host's, and so its workers'
     <- {"to": name, "message"}        for a worker; -> {"from": name, "message"} of one
     <- {"rails": [name, news]}        of a worker on another host (`site_rails`)
-    <- {"done": n}                    so many steps are reported (`ledger`)
+    <- {"done": n}                    this many steps are reported (`ledger`)
     <- {"end": true}                  ends the workers
     <- {"finish": {text, code}}       and the launcher
                                    -> {"interrupt": true}               Ctrl-C here ("scheduler": SIGTERM)

@@ -23,7 +23,7 @@ class Ledger:
             self.messages.append(message)
 
     def done(self, num_done: int) -> None:
-        """All workers have finished so many steps."""
+        """All workers have finished this many steps."""
         self._keep(lambda body: body.get("step", num_done) >= num_done)
 
     def complete(self, saves: list[list[int]]) -> None:

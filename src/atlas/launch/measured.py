@@ -57,7 +57,7 @@ class Records:
         self.faults = Faults.sum((self.faults, Faults(*step.get("wan_faults", ()))))
 
     def forget_pass(self) -> None:
-        """Drop the oldest pass but for its losses and norms; every worker must have reported it."""
+        """Drop the oldest pass except its losses and norms; every worker must have reported it."""
         first = Records(self.program, {name: [steps.pop(0)] for name, steps in self.by_worker.items()})
         self._losses += first.losses()
         self._norms += first.norms()

@@ -1,5 +1,5 @@
-"""The control plane of photonic rails in a run: hears from workers what has ended on their circuits and what they need,
-has a `Controller` change circuits on the switches, and tells workers when theirs are set up.
+"""The control plane of photonic rails in a run. Workers report what has ended on their circuits and what they need; a
+`Controller` changes circuits on the switches, and workers get a message when theirs are set up.
 
 Each cell has its own circuits. The controller runs on a thread of its own; what it cannot do ends the run with a
 SwitchError, and the end of the thread with a WorkerError. Knows ranks, steps and changes; not what is sent or summed

@@ -126,7 +126,7 @@ def _group(cluster: ClusterArrays, variant: Variant, layers: tuple[int, ...], nu
 
 
 def _floor(space: Space, cluster: ClusterArrays, frame: Frame, candidate: Candidate) -> Floor:
-    """No order is faster than the slowest stage without a pause, and no cheaper than its rent for so long."""
+    """No order is faster than the slowest stage without a pause, and none is cheaper than the rent for this time."""
     floor_s = 0.0
     for group in candidate.groups:
         dc = np.array([[cluster.index[name] for name in group.stage_dc]])

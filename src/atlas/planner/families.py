@@ -102,7 +102,7 @@ def find_families(
 
 def _low_communication(planned: Planned, global_batch: int | None, tick: Tick | None) -> Judged | None:
     """Every region trains alone for `INNER_STEPS` iterations, then they exchange once what they otherwise exchange in
-    each: links that are so many times faster and cheaper give the mean iteration."""
+    each: links that are this many times faster and cheaper give the mean iteration."""
     names = planned.cluster.names
     if not 1 < len(names) < MANY_DCS or planned.strategy != "ours":
         return None
@@ -126,7 +126,7 @@ BETTER = {"latency_ms": -1, "pair_gbps": 1, "trunk_gbps": 1, "egress_usd_per_gb"
 
 
 def faster_links(job: Job, factor: float, only: Collection[str] = tuple(BETTER)) -> Job:
-    """The job with every link so many times as fast, as near and as cheap, or some of these."""
+    """The job with every link this many times as fast, as near and as cheap, or some of these."""
     cluster = job.cluster
 
     def faster(old: Wan | Link) -> dict[str, float]:

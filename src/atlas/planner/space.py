@@ -39,7 +39,7 @@ class Space:
     cell_sizes: tuple[int, ...]
     """Pipelines per cell; 1 is no sharing."""
     num_cells: int | None
-    """Only so many, or any number."""
+    """Only this many, or any number."""
     tcp: Tcp
     datacenters: frozenset[str] | None
     """A candidate uses all of these and no others; None: any."""

@@ -28,7 +28,7 @@ class FlatParameters:
     """Moves the parameters of a module into flat memory; they stay the module's parameters, with the same names."""
 
     def __init__(self, module: nn.Module, num_slices: int = 1) -> None:
-        """`num_slices`: the flat memory can be divided into so many equal slices."""
+        """`num_slices`: the flat memory can be divided into this many equal slices."""
         found = dict(module.named_parameters())
         some = local_part(next(iter(found.values())))
         first = _owners(found)

@@ -32,7 +32,7 @@ class FlatLayout(NamedTuple):
 
 def flat_layout(sizes: Mapping[str, ParameterSize], owner: Mapping[str, str], num_slices: int = 1) -> FlatLayout:
     """`owner`, by name: the first name of the same memory, usually its own. `num_slices`: weights and gradients can be
-    divided into so many equal slices."""
+    divided into this many equal slices."""
     offsets: dict[str, int] = {}
     end = num_decayed = 0
     owned = [name for name in sizes if owner[name] == name]

@@ -300,7 +300,7 @@ class Expansion:
         return Stages(self.outlines.num_stages[cases.outline], cases.kinds, cases.present, cases.head_alone)
 
     def _seconds(self, cases: Cases, ends: Ints) -> tuple[Floats, Floats]:
-        """Everything but the rings, in seconds; and no more than what that scores with them."""
+        """Seconds without the rings; and a lower bound of the score with them."""
         work = Measure(self.tables.layers.time_s, cases.comm_s, cases.slowest_s)
         times = totals(work, self._stages(cases), ends)
         slowest = (times + cases.comm_s).max(axis=1)

@@ -28,7 +28,7 @@ def links_by_size(tables: SailorTables) -> list[ClusterLinks]:
 
 
 class ClusterLinks:
-    """Pairs of clusters from best to worst, and what the best so many of them connect.
+    """Pairs of clusters from best to worst, and what the best k of them connect.
 
     Level k has the links from the k-th on: what does not fit the clusters that the first k connect needs one of them.
     """
@@ -42,7 +42,7 @@ class ClusterLinks:
         """By number of links: GPUs that they connect."""
 
     def _connected(self, weights: Ints) -> Ints:
-        """(number of links, ...): the most that clusters connected by so many links have together."""
+        """(number of links, ...): the most that clusters connected by this many links have together."""
         group = list(range(len(weights)))
         totals = {cluster: weights[cluster] for cluster in group}
         rows = [np.max(list(totals.values()), axis=0)]

@@ -20,9 +20,9 @@ from atlas.sailor.split import Measure, Stages, balanced, totals
 from atlas.sailor.tables import Bools, Floats, Ints, SailorTables
 
 Score = Callable[[Floats, Floats, Floats], Floats]
-"""Of seconds, on GPUs of so many USD a second, with so much egress in USD; infinite is out of the question."""
+"""Of seconds, USD a second of the GPUs, and USD of egress; lower is better, infinite is not allowed."""
 FEW = 3
-"""Up to so many clusters every order of every subset is tried; beyond it, chains of nearest neighbours."""
+"""Up to this many clusters every order of every subset is tried; beyond it, chains of nearest neighbours."""
 RINGS, CHAIN, STRADDLE, TEAMS, OVERLAP = range(5)
 """Ways to connect clusters: no column leaves its cluster; all go one way, each stage whole in a cluster; all go one
 way, and stages straddle clusters; columns go several ways, which share no cluster; or which may share some.
@@ -72,7 +72,7 @@ class Sketch:
         self.counts = np.array(counts, dtype=np.int64)
 
     def even(self, score: Score, limit: float) -> tuple[Outlines, Floats]:
-        """Outlines of one run throughout, and no more than what they will score, lowest first."""
+        """Outlines of one run throughout, and lower bounds of their scores, lowest first."""
         stages = range(1, self.tables.num_layers + 1)
         return self._outlines([(run, n, run, 0) for run in range(len(self.tables.runs)) for n in stages], score, limit)
 
@@ -131,7 +131,7 @@ class OutlineShapes(NamedTuple):
     compute_s: Floats
     """All stages together, at least."""
     equal_from: Floats
-    """From so many waits on, equal stages are best."""
+    """From this many waits on, equal stages are best."""
 
     def take(self, index: Ints) -> OutlineShapes:
         return OutlineShapes._make(field[index] for field in self)

@@ -36,7 +36,7 @@ POLISHED = 6
 GLANCE = 8
 """Ways to fill zones that every candidate gets; the best `2 * POLISHED` get all."""
 POLISH_SLACK = 1.02
-"""How far above the best judged score a candidate may start and still be settled: a polish may bring so much."""
+"""How far above the best judged score a candidate may start and still be settled: a polish may gain this much."""
 SLACK = 1.03
 """How far a bound may lie above the best score so far, where the choice of zones will still change that score."""
 FIRST, AT_ONCE = 64, 1024

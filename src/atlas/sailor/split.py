@@ -36,7 +36,7 @@ class Measure:
     prefix: Floats
     """(row of `Layers`, layer): prefix sums."""
     fixed: Floats
-    """(placement, stage): what comes on top, whatever the layers."""
+    """(placement, stage): what is added, independent of the layers."""
     limit: Floats
     """(placement)."""
 

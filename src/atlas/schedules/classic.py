@@ -40,7 +40,7 @@ def one_f_one_b(layout: Layout, *, recompute: bool = False) -> Program:
 
 
 def alternating(num_microbatches: int, aheads: Sequence[int], recompute: bool) -> list[list[Op]]:
-    """By stage: so many forwards ahead, then forwards and backwards in turn, then the backwards that are left."""
+    """By stage: this many forwards ahead, then forwards and backwards in turn, then the backwards that are left."""
     orders = []
     for stage, ahead in enumerate(aheads):
         order = [Op(Kind.F, stage, m) for m in range(ahead)]

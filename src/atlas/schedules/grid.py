@@ -25,7 +25,7 @@ Flags = NDArray[np.bool_]
 
 
 class Move(NamedTuple):
-    """From a setting to a grid point that it uses: so many steps worse."""
+    """From a setting to a grid point that it uses: this many steps worse."""
 
     latency: int = 0
     load: int = 0
@@ -117,7 +117,7 @@ def _alone_ns(costs: Costs) -> Ints:
 
 
 def _snapped(ns: int, unit: float, step: float, worse: int) -> int:
-    """The place at or below, then so many steps up; 0 below the first step."""
+    """The place at or below, then this many steps up; 0 below the first step."""
     place = max(0, math.floor(math.log(max(ns, 1) / (SMALLEST * unit)) / math.log(step) + 1e-9)) + worse
     return round(SMALLEST * unit * step**place) if place else 0
 

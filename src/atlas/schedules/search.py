@@ -44,7 +44,7 @@ HEAT = 0.02
 ELITE = 4
 """Best orders so far that are kept."""
 SWAP_REACH = 4
-"""An op may change places with the last so many ops of its stretch on the critical path."""
+"""An op may change places with this many ops before it, in its stretch of the critical path."""
 KEY_SCALE = 1 << 20
 """Keys are integers; slanted rules need fractions of a microbatch."""
 

@@ -21,7 +21,7 @@ LEAST_CHANGE, MIN_EVENTS = 0.11, 3
 """In the logarithm of the ratio, in the median over at least so many full queues. Simulated paths: at most 0.10 beside
 traffic that does not react (and never stops), 0.12 and more beside a recorded cubic flow in 11 of 12 cases."""
 ONE_FLOW = 3.0
-"""A flow that was there first has up to so many times the rate of one that joins, for half a minute."""
+"""A flow that was there first has up to this many times the rate of one that joins, for half a minute."""
 
 
 def competing_flows(table: PacketTable, model: PathModel) -> int:

@@ -155,7 +155,7 @@ class WorkerConnections(FrameServer):
         self.num_bytes += write(member.writer, kind, fields, payload)
 
     def lease(self, member: ConnectedWorker, job: int, attempt: int, seconds: float) -> None:
-        """It keeps its part of a hand-off for so long."""
+        """It keeps its part of a hand-off for this long."""
         self._write(member, LEASE, {"job": job, "attempt": attempt, "seconds": seconds})
 
     def drop(self, members: Sequence[ConnectedWorker], ticket: str) -> None:

@@ -44,7 +44,7 @@ class HitTimes:
         self._ns_per_token += (each - self._ns_per_token) / LOADS if self._ns_per_token else each
 
     def pays(self, num_tokens: int, compute_ns: int) -> bool:
-        """Whether to use a prefix of so many tokens. If the last ones took longer than computing, only every AGAIN-th
+        """Whether to use a prefix of this many tokens. If the last ones took longer than computing, only every AGAIN-th
         is used, to measure again."""
         if self._ns_per_token * num_tokens <= compute_ns:
             self._num_avoided = 0

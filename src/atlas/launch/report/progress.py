@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 LINE_EVERY_S = 10.0
 BAR_WIDTH = 8
 OTHER_HARDWARE = 10.0
-"""An iteration that takes so many times longer than predicted runs on other hardware than the job describes."""
+"""An iteration that takes this many times longer than predicted runs on other hardware than the job describes."""
 
 
 class ProgressBar:

@@ -18,7 +18,7 @@ SLACK_S, SLACK_TRIPS = 0.005, 0.15
 """Delay that is allowed beyond the quickest chunk, plus this share of a round trip: it keeps the path busy without
 filling queues."""
 LEAST_TRIPS, MOST_TRIPS = 1.25, 1.5
-"""Bounds of the limit: what the path carries in so many round trips. Below, bbr would take our limit for the path's
+"""Bounds of the limit: what the path carries in this many round trips. Below, bbr would take our limit for the path's
 rate. Above, queues overflow, which the first chunks of a burst do not show, because they are never late."""
 LEAST_HOST_S, MOST_HOST_S, HOST_TRIPS = 0.012, 0.015, (0.3, 0.375)
 """Added to these for the time in which hosts answer, but at most that share of a round trip: queues are often as long
@@ -41,13 +41,13 @@ has accepted the last byte."""
 MIN_SWIFT_S = 0.001
 """The shortest time on the path that can be distinguished from noise."""
 HOLD, MOST_HOLD_S = 1.1, 0.006
-"""After a rest, the first slice waits this many times what it takes on the path, at most so long, for a slice of a
+"""After a rest, the first slice waits this many times what it takes on the path, at most this long, for a slice of a
 smaller turn that was sent elsewhere at the same moment and could not overtake it; not if its turn is the next one."""
 TURN_LEAD_S, MOST_TURN_S = 0.004, 0.010
-"""A slice of a larger turn than the one before waits until the path runs empty in so many seconds, at most that
+"""A slice of a larger turn than the one before waits until the path runs empty in this many seconds, at most that
 long."""
 FELL, LATE_S = 0.5, 0.5
-"""The path is slower now if everything was late for so long and it delivered less than this share of its rate."""
+"""The path is slower now if everything was late for this long and it delivered less than this share of its rate."""
 
 
 class InflightLimit:

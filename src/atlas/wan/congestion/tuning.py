@@ -38,7 +38,7 @@ is in flight is bounded anyway. The pace only keeps a burst from leaving at once
 LOSS_SPAN_S, ENOUGH_BYTES = 20.0, 16 << 20
 """Time over which losses are counted, and the bytes that are needed to judge."""
 SAMPLE_S, NUM_SPANS = 0.05, 4
-"""A rate is the mean of so many spans of this length: acknowledgements come in bunches."""
+"""A rate is the mean of this many spans of this length: acknowledgements come in bunches."""
 MEMORY_S = 20.0
 """How long the best rate counts."""
 

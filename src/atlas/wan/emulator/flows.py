@@ -27,7 +27,7 @@ RECEIVE_BUFFER_S = 0.01
 """What the proxy buffers for a sender: the loop may be late by this and the link stays busy."""
 MIN_BUFFER_BYTES, MAX_BUFFER_BYTES = 64 * 1024, 512 * 1024
 CROSS_NS, LEAST_SHARE = 100_000_000, 0.02
-"""Cross traffic has one value in so long, and leaves at least this share of the rate."""
+"""Cross traffic has one value for each span of this length, and leaves at least this share of the rate."""
 UNLIMITED_BPS = 1e12
 """Stands for the rate of a path without a cap."""
 
@@ -81,8 +81,8 @@ class LinkDirection:
         self.chunk_bytes = min(self.chunk_bytes, max(1, self.window_bytes // 4))
 
     def crossed(self, at_ns: float) -> tuple[float, float]:
-        """What cross traffic does to a sender at a moment: the factor by which bytes take longer, of which it leaves a
-        sender at least 2 % of the rate, and the delay of its own queue in ns."""
+        """What cross traffic does to a sender at a moment: the factor by which bytes take longer (a sender keeps at
+        least 2 % of the rate), and the delay of cross traffic's own queue in ns."""
         if not self.cross:
             return 1.0, 0.0
         k = int(max(0.0, at_ns - self.cross_since_ns) // CROSS_NS) % len(self.cross)

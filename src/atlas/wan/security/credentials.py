@@ -185,7 +185,7 @@ class PlainExchange:
             raise ConnectionResetError(CLOSED) from error
 
     def read(self, num_bytes: int) -> bytes:
-        """Reads exactly so many bytes."""
+        """Reads exactly this many bytes."""
         data = bytearray()
         while len(data) < num_bytes:
             self._set_timeout()

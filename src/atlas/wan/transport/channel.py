@@ -46,7 +46,7 @@ FIRST_RETRY_S, LONGEST_RETRY_S = 0.02, 2.0
 IDLE_S = 0.5
 """How often an idle stream checks whether to ping, to warm up or to end."""
 STALL_TRIPS = 8
-"""On a long path, a stream is stalled after so many round trips at the earliest."""
+"""On a long path, a stream is stalled after this many round trips at the earliest."""
 CONNECT_POLL_S, WARM_POLL_S = 0.05, 0.05
 """How often to check whether a stream is connected, and whether a warm-up may send."""
 ALL_DIALLED_S = 2.0

@@ -29,7 +29,7 @@ RAISED = 1.5
 PAUSED_TRIPS = 0.25
 """Round trips after which the chunks of a paused stream are sent on another."""
 HEDGE_S, HEDGE_TRIPS = 0.15, 3
-"""An answer is late after this time plus so many usual ones. Sending again sooner aborted healthy streams."""
+"""An answer is late after this time plus this many usual ones. Sending again sooner aborted healthy streams."""
 PONG_WAIT_S, PONG_TRIPS = 0.05, 3
 """Wait for the first pongs, which give a better round trip than the greetings: so many round trips, at most so long."""
 DRAIN_POLL_S = 0.005
@@ -156,7 +156,7 @@ class ChannelTuner:
         return self._losses.is_lossy(time.monotonic(), self.outbox.delivered_bytes, sent_twice)
 
     def paced_s(self, num_bytes: int) -> float:
-        """How long so many bytes take at our pace; zero without one."""
+        """How long this many bytes take at our pace; zero without one."""
         return num_bytes * 8 / self.outbox.inflight.pace_bps if self.outbox.inflight is not None else 0.0
 
     def check_s(self, place: int) -> float:

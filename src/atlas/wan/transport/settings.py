@@ -20,12 +20,12 @@ class TransportSettings:
     heartbeat_s: float = 1.0
     """An idle stream sends a ping this often, because middleboxes drop idle connections."""
     stall_s: float = 4.0
-    """A stream on which an answer is due for so long is replaced."""
+    """A stream on which an answer is due for this long is replaced."""
     idle_s: float = 90.0
-    """A stream on which a peer sends nothing for so long is closed by the receiver."""
+    """A stream on which a peer sends nothing for this long is closed by the receiver."""
     handshake_s: float = 10.0
     deadline_s: float = 30.0
-    """After so long without progress, everything that waits fails."""
+    """After this long without progress, everything that waits fails."""
     warm_s: float = 3.0
     """The longest warm-up of a path. Most end after a dozen round trips."""
     max_inbound: int = 4096

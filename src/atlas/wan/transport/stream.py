@@ -260,7 +260,7 @@ def _at_least(buffer: bytearray, num_bytes: int) -> tuple[bytearray, memoryview]
 
 
 def _rest(parts: list[memoryview], num_sent: int) -> list[memoryview]:
-    """What is left of `parts` after so many bytes."""
+    """What is left of `parts` after this many bytes."""
     for i, part in enumerate(parts):
         if num_sent < len(part):
             return [part[num_sent:], *parts[i + 1 :]]
