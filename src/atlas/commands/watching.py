@@ -235,11 +235,11 @@ def recorded(report: RunReport, evidence: EvidenceRecorder | None, options: Trai
 
 
 def noted(report: RunReport, say_line: Callable[[str], None]) -> Callable[[str], None]:
-    """Prints a line, and keeps it as an event of the run."""
+    """Prints a line, and keeps it as an event of the run. The page highlights a loss."""
 
     def both(line: str) -> None:
         say_line(line)
-        report.note(line)
+        report.note(line, kind="warning" if " lost" in line else "note")
 
     return both
 
