@@ -222,8 +222,9 @@ class PlanSearch:
         write_whole(path, plan_text(self.plan).encode())
 
     def page(self) -> str:
-        """The map and the tables as one HTML page without scripts."""
-        notes = [f"Objective: {self.found.objective.words()}.", *report.notes(self.found), *origins(self.found.job)]
+        """The map and the tables as one HTML page."""
+        found = self.found
+        notes = [f"Objective: {found.objective.words()}.", *report.empty_slots(found), *origins(found.job)]
         return plan_page(page_scene(self.families, self.break_even), notes=notes)
 
     def _repr_html_(self) -> str:

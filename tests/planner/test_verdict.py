@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from plan_jobs import job_of, random_job
 
@@ -99,6 +101,9 @@ def test_the_page_begins_with_the_verdict_and_has_families_as_tabs(search: PlanS
         assert f">{row['family']} · " in page
     assert "20 ms · " in page
     assert "/hour</text>" in page
+    captions = re.findall(r"<figcaption>.*?(\d+) % of its critical path is ([\w\s-]+)\.</figcaption>", page)
+    assert len(captions) == page.count("<figcaption>")
+    assert len({name for _, name in captions}) > 1, "every tab tells what its own plan spends its time on"
     assert page.count("dots: gradients between groups") == 2  # data parallelism and low communication, no other map
 
 

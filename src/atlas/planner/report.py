@@ -83,15 +83,18 @@ def _differences(its: Figures, mine: Figures) -> dict[str, float]:
 
 def notes(planned: Planned) -> list[str]:
     """On the winner, in sentences."""
-    best, lines = planned.winner, []
-    parts = best.figures.parts_s
-    part = max(SPENT_ON, key=lambda name: parts.get(name, 0.0))
-    share = parts[part] / best.figures.iteration_s
-    lines.append(f"{100 * share:.0f} % of the critical path is {SPENT_ON[part]}.")
-    empty = best.candidate.slots - planned.space.slots(best.candidate.microbatch)
-    if empty:
-        lines.append(f"{empty} of {best.candidate.slots} microbatch slots stay empty: some pipelines have one less.")
-    return lines
+    figures = planned.winner.figures
+    part = max(SPENT_ON, key=lambda name: figures.parts_s.get(name, 0.0))
+    share = figures.parts_s[part] / figures.iteration_s
+    return [f"{100 * share:.0f} % of the critical path is {SPENT_ON[part]}.", *empty_slots(planned)]
+
+
+def empty_slots(planned: Planned) -> list[str]:
+    """One sentence if the winner's pipelines do not all have the same number of microbatches."""
+    best = planned.winner.candidate
+    empty = best.slots - planned.space.slots(best.microbatch)
+    words = f"{empty} of the winner's {best.slots} microbatch slots stay empty: some of its pipelines have one less."
+    return [words] if empty else []
 
 
 def front(planned: Planned) -> list[Judged]:

@@ -120,6 +120,7 @@ def _ticks(along: Axis) -> list[float]:
 def frame(x: Axis, y: Axis, x_label: str, y_label: str) -> list[str]:
     """Ticks with their numbers, grid lines and the names of the axes."""
     parts = []
+    x_label, y_label = (f"{label} (log scale)" if at.log else label for at, label in ((x, x_label), (y, y_label)))
     for tick in _ticks(y):
         at = y.at(tick)
         parts.append(f'<path class="grid" d="M{x.pixel_low} {at:.1f}H{x.pixel_high:.1f}" stroke="#e3e6e9"/>')

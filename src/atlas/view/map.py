@@ -309,10 +309,12 @@ def _caption(plan: Mapping[str, Any]) -> str:
     row = plan["row"]
     money = f", ${row['usd_per_iteration']:,.4g} an iteration" if row["usd_per_iteration"] else ""
     lost = f" Lost: {row['lost']}." if row["lost"] else ""
+    most_s, part = max((row["parts_s"].get(part, 0.0), name) for part, (_, name) in PARTS.items())
+    share = f" {100 * most_s / row['iteration_s']:.0f} % of its critical path is {part}."
     return (
         f"<figcaption><b>{html.escape(row['where'])}</b> — {html.escape(row['how'])}, {row['num_gpus']:,} GPUs, "
         f"{html.escape(seconds(row['iteration_s']))} an iteration, {row['tokens_per_s']:,.0f} tokens/s"
-        f"{money}.{html.escape(lost)}</figcaption>"
+        f"{money}.{html.escape(lost)}{share}</figcaption>"
     )
 
 
