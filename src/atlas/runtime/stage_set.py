@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -48,13 +49,15 @@ class StageSet:
         """The compiler of its layers; empty: they run eagerly."""
         require_fixed_kernels(self.backend, training.sums)
         load_ahead(self.backend)
-        self.task = make_task(
+        task = make_task(
             training,
             num_stages=program.num_stages,
             share=role.share,
             num_microbatches=program.num_microbatches,
             place=device.place,
         )
+        resumes = assignment.save is not None and assignment.save.resume is not None
+        self.task = replace(task, filled=not resumes)
         self.stages = {stage: self._make_stage(self._built(self.task), stage) for stage in role.stages}
         self.begin(assignment.first_step)
         self.parameters: dict[str, Tensor] = {}

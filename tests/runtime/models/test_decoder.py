@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import threading
+
 import pytest
 import torch
 
 from atlas.errors import SpecError
+from atlas.runtime.models import decoder
 from atlas.runtime.models.config import DecoderConfig, from_spec, gpt, layer_of
 from atlas.runtime.models.decoder import TIED_EMBEDDING, TIED_HEAD, LayerRange, build, cuts
 from atlas.runtime.models.huggingface import parse_config
@@ -42,6 +46,23 @@ def test_building_does_not_use_torchs_global_generator() -> None:
     before = torch.get_rng_state()
     build(CONFIG, LayerRange.whole(CONFIG))
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_threads_that_draw_many_weights_leave_the_cores_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = build(CONFIG, LayerRange.whole(CONFIG))
+    drawn, seen = decoder._draw, set[int]()
+
+    def draw(*args: object) -> None:
+        seen.add(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        drawn(*args)  # type: ignore[arg-type]
+
+    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    monkeypatch.setattr(decoder, "MANY_WEIGHTS", 1)
+    monkeypatch.setattr(decoder, "_draw", draw)
+    shared = build(CONFIG, LayerRange.whole(CONFIG))
+    assert seen == {min(19, before + decoder.NICENESS)}
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
+    assert all(torch.equal(a, b) for a, b in zip(alone.parameters(), shared.parameters(), strict=True))
 
 
 @pytest.mark.parametrize(

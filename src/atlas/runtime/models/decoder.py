@@ -10,6 +10,7 @@ Shape letters: B batch, L length, D width, V vocabulary.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -31,6 +32,9 @@ DRAWN_AT_ONCE = 1 << 24
 """Initial weights from one generator; later runs of a matrix have generators of their own, so threads can share it."""
 MANY_WEIGHTS = 100_000_000
 """From this number on, several threads draw the initial weights."""
+NICENESS = 10
+"""Of these threads. The compiler is imported meanwhile (`compiling`), on one thread of each worker of a host, and takes
+longer than they do."""
 
 
 @dataclass(frozen=True)
@@ -179,8 +183,15 @@ def initialize(decoder: Decoder, seed: int) -> None:
         for run in range(-(-p.numel() // DRAWN_AT_ONCE))
         if needs(p, run * DRAWN_AT_ONCE, (run + 1) * DRAWN_AT_ONCE)
     ]
-    with ThreadPoolExecutor(1 if sum(p.numel() for _, p in named) < MANY_WEIGHTS else None) as pool:
+    with _drawing(sum(p.numel() for _, p in named)) as pool:
         list(pool.map(lambda item: _draw(item[1], item[0], item[2], config, seed), runs))
+
+
+def _drawing(num_weights: int) -> ThreadPoolExecutor:
+    if num_weights < MANY_WEIGHTS:
+        return ThreadPoolExecutor(1)
+    # On Linux niceness belongs to a thread.
+    return ThreadPoolExecutor(len(os.sched_getaffinity(0)), initializer=os.nice, initargs=(NICENESS,))
 
 
 def empty(

@@ -34,7 +34,10 @@ class Tape(Protocol):
 
 
 class Linear(nn.Linear):
-    """`nn.Linear`, or on a tape; with the same bits."""
+    """`nn.Linear`, or on a tape; with the same bits. Its memory is uninitialized, as a `Decoder`'s."""
+
+    def reset_parameters(self) -> None:
+        pass
 
     def forward(self, x: Tensor, *, tape: Tape | None = None) -> Tensor:
         return functional.linear(x, self.weight, self.bias) if tape is None else tape.linear(self, x)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from atlas.runtime.models.config import DecoderConfig
-from atlas.runtime.models.decoder import Decoder, Sharding, build, cuts
+from atlas.runtime.models.decoder import Decoder, Sharding, build, cuts, empty
 from atlas.runtime.models.dropout import Draw
 from atlas.runtime.models.weights import load
 
@@ -40,6 +40,8 @@ class DecoderTask:
     """A Hugging Face folder; None: random weights from the seed."""
     shard: Sharding | None = None
     """Divides the stages among processes; None: this process has them whole."""
+    filled: bool = True
+    """False: stages are built with uninitialized memory, because a checkpoint will fill it."""
 
     @property
     def activation_shape(self) -> tuple[int, int, int]:
@@ -53,6 +55,8 @@ class DecoderTask:
     def build_stage(self, stage: int, num_stages: int) -> Decoder:
         assert num_stages == len(self.layers_per_stage), "the Program and the model must have the same number of stages"
         cut = cuts(self.config, self.layers_per_stage)[stage]
+        if not self.filled:
+            return empty(self.config, cut, self.dtype, self.device, self.shard)
         if self.weights is None:
             return build(self.config, cut, seed=self.seed, dtype=self.dtype, device=self.device, shard=self.shard)
         return load(self.config, cut, self.weights, dtype=self.dtype, device=self.device, shard=self.shard)
