@@ -123,6 +123,7 @@ def test_a_run_that_keeps_no_timeline_has_the_same_losses_and_the_last_pass() ->
 
     def note(event: StepEvent, timeline: Timeline) -> None:
         steps.append(event["step"])
+        assert timeline.meta["compiled"] == {"p0.s0": "", "p0.s1": ""}, "layers ran eagerly"
         faults.add((event["wan_streams_replaced"], event["wan_chunks_resent"]))
 
     def run(*, keep: bool) -> Emulation:

@@ -180,3 +180,10 @@ def test_a_run_of_a_million_steps_starts_at_once(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(InterruptedError):
         rehearse(load_job(EXAMPLES / "tiny.yaml"), TrainOptions("1f1b", steps=1_000_000))
     assert seen == [1_000_000]
+
+
+def test_a_job_in_fp16_is_not_trained_in_another_precision() -> None:
+    job = load_job(EXAMPLES / "tiny.yaml").model_copy(update={"precision": "fp16"})
+    prepare_job(job, TrainOptions("1f1b"))  # the stand-in has a precision of its own
+    with pytest.raises(AtlasError, match=r"precision = 'fp16': workers train in bf16 or fp32.*--set precision=bf16"):
+        prepare_job(job, TrainOptions("1f1b", model="job"))

@@ -9,7 +9,7 @@ from atlas.launch.site_records import MOMENTS, SiteRecords, unpacked
 
 def record(step: int, **more: Any) -> dict[str, Any]:
     moments: dict[str, Any] = {key: [1, 2] for key in MOMENTS}
-    return {"step": step, "loss": None, "losses": [], "norms": [0.5], "tokens": 0, **moments, **more}
+    return {"step": step, "loss": None, "losses": [], "norms": [0.5], "tokens": 0, "compiled": "", **moments, **more}
 
 
 def sent(records: SiteRecords, name: str, body: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -25,7 +25,7 @@ def test_records_wait_for_the_last_worker_of_the_step() -> None:
     assert together is not None
     found = dict(unpacked(together["records"]))
     assert found["p0.s0"] == record(0), "a sampled worker's record is whole"
-    assert found["p1.s0"] == {"step": 0, "loss": None, "losses": [], "norms": [0.5], "tokens": 0}
+    assert found["p1.s0"] == {"step": 0, "loss": None, "losses": [], "norms": [0.5], "tokens": 0, "compiled": ""}
     assert (found["p2.s0"]["tokens"], found["p2.s0"]["losses"]) == (96, [5.0])
 
 

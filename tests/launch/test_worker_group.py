@@ -83,3 +83,14 @@ def test_the_clock_of_a_host_is_asked_once_for_all_its_workers_and_other_message
     group._received.put(WorkerMessage("p0.s0", {"result": True}, 0))
     group.wait_for("result", 1, of=["p0.s0"], meanwhile=note)
     assert steps == list(range(1, group.num_steps + 1))
+
+
+def test_a_warning_that_every_host_has_is_shown_once() -> None:
+    group, shown = Group(), list[str]()
+    group.warn = shown.append
+    for name in group.names:
+        group.receive(name, {"warning": "no compiler", "once": True})
+        group.receive(name, {"warning": "slow disk"})
+        group.receive(name, {"ready": True})
+    group.wait_for("ready", 1.0)
+    assert shown == ["worker p0.s0: no compiler", "worker p0.s0: slow disk", "worker p0.s1: slow disk"]

@@ -288,8 +288,11 @@ class RunMonitor:
         if self.sent_bytes is not None:
             before, self._last_bytes = self._last_bytes, self.sent_bytes()
             event["wan_gbit_s"] = (self._last_bytes - before) * 8e-9 / seconds if seconds > 0 else None
-        peaks = {name: found[number].get("peak_bytes") for name, found in self.records.by_worker.items()}
-        self.on_step(event, replace(timeline, meta={**timeline.meta, "peak_bytes": peaks}))
+        told = {
+            key: {name: found[number].get(key) for name, found in self.records.by_worker.items()}
+            for key in ("peak_bytes", "compiled")
+        }
+        self.on_step(event, replace(timeline, meta={**timeline.meta, **told}))
 
     def _note_saved(self, name: str, message: dict[str, Any]) -> None:
         """A checkpoint that all workers have written, and copied where required, is complete: older ones may go."""

@@ -13,7 +13,7 @@ from atlas.launch.control_channel import Message
 from atlas.runtime.wiring import WorkerRole
 
 MOMENTS = frozenset({"op_start_ns", "op_end_ns", "ready_ns", "start_ns", "arrive_ns", "fills"})
-EMPTY: Message = {"loss": None, "losses": [], "norms": [], "tokens": 0}
+EMPTY: Message = {"loss": None, "losses": [], "norms": [], "tokens": 0, "compiled": ""}
 """What a record has at least. Keys with these values are not sent."""
 
 

@@ -226,6 +226,14 @@ def _model(case: Case, options: TrainOptions, num_stages: int) -> tuple[ModelCho
             rule=f"the plan divides a model of {job.model.layers} layers into stages",
             remedy="Plan for this model (model.config in the job), or train the model that was planned for",
         )
+    if job.precision == "fp16":
+        raise SpecError(
+            where="job",
+            key="precision",
+            value=job.precision,
+            rule="workers train in bf16 or fp32; fp16 would need loss scaling",
+            remedy="Train with --set precision=bf16, or plan again with it",
+        )
     weights = "" if folder is None or not any(folder.glob("*.safetensors")) else str(folder)
     layers = case.arrangement.layers_per_stage
     dtype: Literal["fp32", "bf16"] = "fp32" if job.precision == "fp32" else "bf16"

@@ -55,6 +55,8 @@ class WorkerGroup(ABC):
         self.handlers: dict[str, Callable[[str, Any], None]] = {}
         """By key: what takes a message at once, on the thread that reads it, with the worker's name and the value."""
         self._received: queue.SimpleQueue[WorkerMessage] = queue.SimpleQueue()
+        self._said: set[str] = set()
+        """Warnings of which only the first worker's is shown."""
         self._deferred: deque[WorkerMessage] = deque()
         """Received but not asked for yet: the next call takes them first, so that their order is kept."""
 
@@ -142,7 +144,13 @@ class WorkerGroup(ABC):
                 raise new.message["failure"]
             if new.message is None or "warning" not in new.message:
                 return new
-            self.warn(f"{self.title(new.name)}: {new.message['warning']}")
+            self._warn(new.name, str(new.message["warning"]), once=bool(new.message.get("once")))
+
+    def _warn(self, name: str, text: str, *, once: bool) -> None:
+        if not once or text not in self._said:
+            self.warn(f"{self.title(name)}: {text}")
+        if once:
+            self._said.add(text)
 
     def _root_cause(self, name: str, message: dict[str, Any] | None) -> AtlasError:
         """The error to report. A worker that ended without an error explains the errors of its peers; otherwise the

@@ -26,6 +26,8 @@ log = logging.getLogger("atlas.compiling")
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 INDUCTOR, TRACED, EAGER = "inductor", "aot_eager", ""
 """Backends."""
+ONCE = "once"
+"""An attribute of log records: a warning that is the same on every host, and shown for the first one only."""
 AUTOTUNE = ("TORCHINDUCTOR_MAX_AUTOTUNE", "TORCHINDUCTOR_MAX_AUTOTUNE_GEMM", "TORCHINDUCTOR_MAX_AUTOTUNE_POINTWISE")
 MODULES = (
     "torch._dynamo",
@@ -42,7 +44,7 @@ def available(backend: str, place: str, tp: int) -> str:
     """The backend that will be used: the given one, or EAGER, with a warning."""
     reason = _missing(backend, place, tp)
     if backend and reason:
-        log.warning("compile: %s; layers run eagerly, which is slower", reason)
+        log.warning("compile: %s; layers run eagerly, which is slower", reason, extra={ONCE: True})
     return EAGER if reason else backend
 
 
@@ -100,5 +102,6 @@ def _keep_kernels() -> None:
     mine = root / f"torch-{torch.__version__}"
     others = [folder.name for folder in root.glob("torch-*") if folder != mine]
     if others and not mine.exists():
-        log.warning("compile: kernels of %s in %s are not used: this is %s", ", ".join(others), root, mine.name)
+        text = "compile: kernels of %s in %s are not used: this is %s"
+        log.warning(text, ", ".join(others), root, mine.name, extra={ONCE: True})
     os.environ[CACHE] = str(mine)

@@ -13,7 +13,8 @@ stdout.
                                -> {"circuits": [what, step, rank]}  on photonic rails (`circuits`)
     <- {"circuits": [step, rank]}  these circuits are set up
     <- {"waits_for": any}      -> {"waits_for": "..."}              what it waits for at this moment; empty: it computes
-                               -> {"warning": "..."}                at any time, and it continues
+                               -> {"warning": "..."}                at any time, and it continues; with `once`, only
+                                                                    the first worker's is shown
                                -> {"error": "...", "user_error": b}     at any time, and it ends; `user_error`: the user
                                                                     must change something, a restart would not help
 
@@ -45,6 +46,7 @@ from atlas.errors import AtlasError
 from atlas.runtime.assignment import Assignment
 from atlas.runtime.checkpoint import SaveId
 from atlas.runtime.circuits import WorkerCircuits
+from atlas.runtime.compiling import ONCE
 from atlas.runtime.device import Device
 from atlas.runtime.hardware import make_device
 from atlas.runtime.kineto import KinetoRecorder
@@ -97,7 +99,8 @@ class WarningForwarder(logging.Handler):
         self._out = out
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._out.send({"warning": record.getMessage()})
+        once = {"once": True} if getattr(record, ONCE, False) else {}
+        self._out.send({"warning": record.getMessage(), **once})
 
 
 class StopControl:
@@ -156,6 +159,7 @@ def _work(assignment: Assignment, messages: TextIO, out: MessageWriter, follower
             "wan_faults": faults.since(before),
             "retransmits": max(0, retransmits - sent_before),  # less where a connection was replaced
             "peak_bytes": [device.peak_bytes(), host_bytes],
+            "compiled": worker.stage_set.backend,
         }
         out.send({**record.to_json(skew_ns), **told})
 
