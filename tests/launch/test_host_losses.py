@@ -18,6 +18,8 @@ from atlas.errors import AtlasError
 from atlas.launch.fewer_hosts import trained_on
 from atlas.launch.prepared_job import PreparedJob, copy_targets, prepare_job
 from atlas.launch.rendezvous import AgentName
+from atlas.launch.worker_processes import WorkerMessage, WorkerProcesses
+from atlas.runtime.checkpoint import LocalStore, complete_ids
 from atlas.spec import Job, load_job
 
 NUM_STEPS = 14
@@ -176,6 +178,21 @@ def test_copies_go_to_the_next_datacenter_or_to_the_next_host_with_another_disk(
     assert copy_targets(["east", "west"], [*east, *west], own)["east/site1"] == "west/site1"
     assert copy_targets(["east"], east, own) == {"east/site0": "east/site1", "east/site1": "east/site0"}
     assert copy_targets(["east"], east, dict.fromkeys(own, "one folder")) == {}
+
+
+def test_one_worker_of_a_launcher_deletes_old_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    send, prunes = WorkerProcesses.send, dict[str, bool]()
+
+    def noted(self: WorkerProcesses, name: str, message: WorkerMessage) -> None:
+        if "assignment" in message:
+            prunes[name] = message["assignment"]["save"]["prunes"]
+        send(self, name, message)
+
+    monkeypatch.setattr(WorkerProcesses, "send", noted)
+    run = run_datacenters(hosts_job(tmp_path), {"east": tmp_path / "east"}, train_options(8, save_every=2))
+    assert run.codes == {"east": 0}
+    assert prunes == {"p0.s0": True, "p1.s0": False}
+    assert [id.step for id in complete_ids([LocalStore(tmp_path / "east" / "own")])] == [4, 6, 8]
 
 
 def test_a_spare_has_no_number_and_a_datacenter_of_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

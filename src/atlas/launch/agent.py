@@ -311,7 +311,7 @@ class Agent:
                 epoch=attempt.epoch,
                 patience_s=wanted["patience_s"],
                 circuits=rails.pairs[role.group],
-                save=save,
+                save=save and replace(save, prunes=index == 0),
                 filler=None if mine.filler is None else replace(mine.filler, host=local),
             )
             workers.send(role.name, {"assignment": assignment.to_json()})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import threading
 import time
 from pathlib import Path
@@ -171,6 +172,26 @@ def test_a_store_is_never_left(tmp_path: Path) -> None:
     for name in ("../x", "/etc/passwd", "a/../../x", ""):
         with pytest.raises(OSError, match="outside"):
             LocalStore(tmp_path).open(name)
+    (tmp_path.parent / "beside").write_text("")
+    for prefix in ("../", "a/../../", "/etc/"):
+        with pytest.raises(OSError, match="outside"):
+            LocalStore(tmp_path).names(prefix)
+
+
+def test_only_the_folder_of_a_prefix_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the time of a save grows with the square of the number of saves that are kept."""
+    store, walked = saved(tmp_path, 10, 20, 30), list[str]()
+    every, walk = store.names(), os.walk
+    monkeypatch.setattr(os, "walk", lambda top: walked.append(os.path.relpath(top, tmp_path)) or walk(top))
+    for prefix in ("", "step-", "step-00000020-a0/", "step-00000020-a0/p0.s0.", "step-00000099-a0/"):
+        assert store.names(prefix) == [name for name in every if name.startswith(prefix)]
+    assert walked == [".", ".", "step-00000020-a0", "step-00000020-a0", "step-00000099-a0"]
+
+
+def test_fewer_saves_than_are_kept_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = saved(tmp_path, 10, 20)
+    monkeypatch.setattr(LocalStore, "open", lambda *_: pytest.fail("read"))
+    assert Retention(3).prune(store) == []
 
 
 def test_other_models_data_or_settings_are_refused_by_name() -> None:

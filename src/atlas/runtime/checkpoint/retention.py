@@ -39,6 +39,8 @@ class Retention:
         if not self.prunes:
             return []
         present = ids(store)
+        if len(present) < self.keep:  # without reading any of them
+            return []
         with self._lock:
             known = sorted((self._confirmed & present) | set(complete_ids([store])))
         if len(known) < self.keep:

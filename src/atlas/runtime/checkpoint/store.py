@@ -103,8 +103,10 @@ class LocalStore:
         return self._path(name).open("rb")
 
     def names(self, prefix: str = "") -> list[str]:
+        inside = prefix.rpartition("/")[0]
+        top = self._path(inside) if inside else self.root
         # Another process may delete old saves meanwhile; os.walk skips a folder that is gone.
-        files = (Path(folder, name) for folder, _, names in os.walk(self.root) for name in names)
+        files = (Path(folder, name) for folder, _, names in os.walk(top) for name in names)
         found = (path.relative_to(self.root).as_posix() for path in files)
         return sorted(name for name in found if name.startswith(prefix) and not _is_unfinished(name))
 
