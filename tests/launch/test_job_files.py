@@ -13,6 +13,7 @@ from atlas.cli import main
 from atlas.errors import AtlasError
 from atlas.launch.hosts import hosts_needed, scheduled_place
 from atlas.launch.job_files import TARGETS
+from atlas.spec import load_job
 
 TWO = ("east", "west")
 
@@ -110,6 +111,52 @@ def test_too_few_hosts_are_refused_with_the_number(folder: Path) -> None:
         scheduled_place(job, "west", {"SLURM_NODEID": "0", "SLURM_NNODES": "1"})
     with pytest.raises(AtlasError, match="first must be below"):
         scheduled_place(job, "west", {"SLURM_NODEID": "3", "SLURM_NNODES": "2"})
+
+
+def test_names_are_such_as_schedulers_allow(folder: Path) -> None:
+    text = (folder / "job.yaml").read_text().replace("name: small", "name: Llama 3.1, 8B (first try)")
+    (folder / "job.yaml").write_text(text.replace("name: west", "name: West_2"))
+    for target in ("slurm", "jobset", "trainjob"):
+        assert launch(folder, target) == 0
+    assert "--job-name=llama-3-1-8b-first-try-west-2\n" in (folder / "slurm" / "West_2.sbatch").read_text()
+    for file in (folder / "jobset" / "West_2.jobset.yaml", folder / "trainjob" / "West_2.trainjob.yaml"):
+        names = {found["metadata"]["name"] for found in yaml.safe_load_all(file.read_text())}
+        assert names == {"llama-3-1-8b-first-try-west-2"}
+    readme = (folder / "jobset" / "README.md").read_text()
+    assert "--context West_2 create secret generic llama-3-1-8b-first-try-west-2-certs" in readme
+
+
+def test_addresses_and_ports_of_the_recipe_are_used(folder: Path) -> None:
+    network = "network: {ports: 7800-7809, sites: {west: {advertise: none, listen: 10.0.0.5, ports: 7900-7909}}}"
+    (folder / "recipe.yaml").write_text(f"steps: 20\n{network}\n")
+    assert launch(folder, "shell") == 0
+    east, west = ((folder / "shell" / f"{dc}.0.sh").read_text() for dc in TWO)
+    assert 'ADVERTISE="${ATLAS_ADVERTISE:-$(hostname -i' in east
+    assert '--listen 0.0.0.0 --advertise "$ADVERTISE" --ports "${ATLAS_PORTS:-7800-7809}"' in east
+    assert 'ADVERTISE="${ATLAS_ADVERTISE:-none}"' in west
+    assert '--listen 10.0.0.5 --advertise "$ADVERTISE" --ports "${ATLAS_PORTS:-7900-7909}"' in west
+    assert launch(folder, "shell", "--ports", "7710-7719") == 0
+    assert "${ATLAS_PORTS:-7710-7719}" in (folder / "shell" / "west.0.sh").read_text()
+
+
+def test_a_job_of_several_files_is_written_as_one(folder: Path) -> None:
+    (folder / "job.yaml").rename(folder / "base.yaml")
+    (folder / "job.yaml").write_text("base: base.yaml\nname: small\n")
+    wanted = load_job(folder / "job.yaml")
+    assert launch(folder, "shell") == 0
+    (folder / "base.yaml").unlink()
+    assert load_job(folder / "shell" / "plan.yaml").model_dump() == wanted.model_dump()
+
+
+def test_the_readme_names_the_data_and_the_image_has_what_the_recipe_needs(folder: Path) -> None:
+    (folder / "recipe.yaml").write_text("data: {shards: shards}\ncheckpoints: {folder: s3://bucket/run}\n")
+    assert launch(folder, "shell") == 0
+    assert "Every host reads `shards`. Relative paths are relative to this folder." in (
+        (folder / "shell" / "README.md").read_text()
+    )
+    assert "[runtime,wan,s3]" in (folder / "shell" / "Dockerfile").read_text()
+    assert launch(folder, "jobset") == 0
+    assert "give paths on the volume, below `/atlas/disk`" in (folder / "jobset" / "README.md").read_text()
 
 
 def test_bad_flags_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,12 +13,12 @@ from pathlib import Path
 from atlas.commands.network_flags import address_of
 from atlas.console import make_folder, require_folder
 from atlas.errors import AtlasError
-from atlas.launch.job_files import TARGETS, LaunchChoice, write_files
+from atlas.launch.job_files import PORTS, TARGETS, LaunchChoice, write_files
 from atlas.launch.preflight import require_executable
 from atlas.launch.site_network import PortRange
 from atlas.spec.document import read_text
-from atlas.spec.plan import load_job_or_plan
-from atlas.spec.recipe import OBJECT_STORE, load_recipe
+from atlas.spec.plan import job_text, load_job_or_plan
+from atlas.spec.recipe import OBJECT_STORE, WORDS, Recipe, load_recipe
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--coordinator", metavar="HOST:PORT", help="where `atlas coordinator` runs, on a machine of its own"
     )
     add("--image", default="atlas:latest", metavar="NAME", help="image of the container (default: atlas:latest)")
-    add("--ports", default="7701-7740", metavar="LO-HI", help="ports of workers and checkpoint servers (7701-7740)")
+    add("--ports", metavar="LO-HI", help=f"ports of workers and checkpoint servers (the recipe's, or {PORTS})")
     add("--device", default="cuda", metavar="NAME", help="cuda or cpu (default: cuda)")
     add("--no-certs", action="store_true", help="without certificates: loopback only")
 
@@ -49,12 +49,16 @@ def run(args: argparse.Namespace) -> int:
     apart = args.coordinator is not None
     rendezvous = args.coordinator if apart else args.rendezvous
     address_of("--coordinator" if apart else "--rendezvous", rendezvous)
-    PortRange.of(args.ports)
+    if args.ports is not None:
+        PortRange.of(args.ports)
     require_folder(args.out, "--out")
     make_folder(args.out)
+    is_one_file = plan is not None or job.files == (job.where,)
+    text = read_text(args.plan, key="plan") if is_one_file else job_text(job)
+    named = [file for file in job.files if file != job.where and file in text]
     choice = LaunchChoice(
         job,
-        read_text(args.plan, key="plan"),
+        text,
         read_text(args.recipe, key="recipe"),
         rendezvous,
         args.image,
@@ -63,7 +67,17 @@ def run(args: argparse.Namespace) -> int:
         not args.no_certs,
         (recipe.checkpoints.folder or "").startswith(OBJECT_STORE),
         apart,
+        recipe.network,
+        (*_folders(recipe, args.recipe), *named),
     )
     for path in write_files(choice, args.target, args.out):
         print(path)
     return 0
+
+
+def _folders(recipe: Recipe, path: Path) -> list[str]:
+    """Data and model, as the recipe names them."""
+    named = {recipe.data.shards, recipe.model} - {None, *WORDS.values()}
+    here = path.absolute().parent
+    found = sorted(Path(name) for name in named if name)
+    return [str(place.relative_to(here) if place.is_relative_to(here) else place) for place in found]

@@ -7,8 +7,9 @@ Writes text. Starts nothing, and knows no cluster but what the plan says.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,15 @@ import yaml
 from atlas.launch.hosts import NUM_HOSTS, hosts_needed
 from atlas.launch.job_readme import DOCKERFILE, readme
 from atlas.spec import Job
+from atlas.spec.recipe import NetworkRecipe
 
 ROOT = "/atlas"
 """Where containers find the plan (config), the certificates (certs) and the disk."""
 MAX_RESTARTS = 100
 """Of a Kubernetes job: hosts come and go for weeks."""
 EXIT_USER, EXIT_AGAIN = 2, 75
+PORTS = "7701-7740"
+OWN_ADDRESS = '$(hostname -i | cut -d" " -f1)'
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,8 @@ class LaunchChoice:
     """The text of the recipe."""
     rendezvous: str
     image: str
-    ports: str
+    ports: str | None
+    """In place of the recipe's."""
     device: str
     certs: bool
     """Whether certificates are mounted; without them only loopback works."""
@@ -44,11 +49,30 @@ class LaunchChoice:
     """Whether the recipe has an `s3://` place for checkpoints; otherwise they are on the host's volume."""
     apart: bool = False
     """Whether `rendezvous` is the address of `atlas coordinator`, not of a host of the first datacenter."""
+    network: NetworkRecipe = field(default_factory=NetworkRecipe)
+    folders: tuple[str, ...] = ()
+    """Files and folders beside checkpoints that every host reads, as the recipe and the job name them."""
 
     @property
     def name(self) -> str:
-        """The job's name as Kubernetes allows it."""
-        return self.job.name.lower().replace("_", "-").strip("-")
+        """The job's name as schedulers allow it."""
+        return label(self.job.name, 24) or "job"
+
+    def job_name(self, dc: str) -> str:
+        return f"{self.name}-{label(dc, 20)}"
+
+    def ports_of(self, dc: str) -> str:
+        return self.ports or self._recipe(dc, "ports") or PORTS
+
+    def advertise(self, dc: str) -> str:
+        """Sets the address that other datacenters dial. ATLAS_ADVERTISE replaces it on a host (NAT), also by none."""
+        return f'ADVERTISE="${{ATLAS_ADVERTISE:-{self._recipe(dc, "advertise") or OWN_ADDRESS}}}"'
+
+    def _recipe(self, dc: str, key: str) -> str | None:
+        """`network.sites.DC` comes before `network`."""
+        site = self.network.sites.get(dc)
+        found: str | None = getattr(site, key) if site is not None else None
+        return found or getattr(self.network, key)
 
     @property
     def hosts(self) -> dict[str, int]:
@@ -64,15 +88,16 @@ class LaunchChoice:
         """`train ...`, the same on every host of a datacenter. Shell variables are expanded by a shell."""
         found = ["train", f"{config}/plan.yaml", "--recipe", f"{config}/recipe.yaml", "--dc", dc, "--no-bar"]
         found += ["--coordinator" if self.apart else "--rendezvous", self.rendezvous]
-        found += ["--listen", "0.0.0.0", "--advertise", "$ADVERTISE"]
-        found += ["--ports", f"${{ATLAS_PORTS:-{self.ports}}}", "--device", self.device]
+        found += ["--listen", self._recipe(dc, "listen") or "0.0.0.0", "--advertise", "$ADVERTISE"]
+        found += ["--ports", f"${{ATLAS_PORTS:-{self.ports_of(dc)}}}", "--device", self.device]
         found += [] if self.in_object_store else ["--checkpoints", f"{disk}/checkpoints"]
         found += ["--runs", f"{disk}/runs"]
         return found + (["--certs", f"{config}/certs" if config == "." else f"{ROOT}/certs"] if self.certs else [])
 
 
-ADVERTISE = 'ADVERTISE="${ATLAS_ADVERTISE:-$(hostname -i | cut -d" " -f1)}"'
-"""The address that other datacenters dial: set ATLAS_ADVERTISE where it is not the host's own (NAT), or to none."""
+def label(text: str, length: int) -> str:
+    """Lower-case letters, digits and `-`: a name that Slurm and Kubernetes allow."""
+    return re.sub("[^a-z0-9]+", "-", text.lower()).strip("-")[:length].strip("-")
 
 
 def _line(words: list[str], program: str) -> str:
@@ -87,7 +112,7 @@ def shell_files(choice: LaunchChoice) -> dict[str, str]:
     for dc, count in choice.hosts.items():
         for host in range(count):
             words = [*choice.words(dc, config=".", disk=f"disk/{dc}"), "--node", f"{host}/{count}"]
-            files[f"{dc}.{host}.sh"] = _script(_line(words, "exec atlas"))
+            files[f"{dc}.{host}.sh"] = _script(choice.advertise(dc), _line(words, "exec atlas"))
     return files
 
 
@@ -101,8 +126,8 @@ def torchrun_files(choice: LaunchChoice) -> dict[str, str]:
             "--rdzv-endpoint $HOST0 -m atlas"
         )
         line = _line(choice.words(dc, config=".", disk=f"disk/{dc}"), program)
-        need = ': "${HOST0:?set HOST0 to HOST:PORT of the first host of this datacenter, the same on each}"\n'
-        files[f"{dc}.sh"] = _script(line, need)
+        need = ': "${HOST0:?set HOST0 to HOST:PORT of the first host of this datacenter, the same on each}"'
+        files[f"{dc}.sh"] = _script(need, choice.advertise(dc), line)
     return files
 
 
@@ -111,8 +136,9 @@ def _workers_per_host(choice: LaunchChoice, dc: str) -> int:
     return max(1, found.gpus_per_node // choice.job.tp)
 
 
-def _script(line: str, before: str = "") -> str:
-    return f'#!/bin/bash\n# Written by `atlas launch`.\nset -eu\ncd "$(dirname "$0")"\n{before}{ADVERTISE}\n{line}\n'
+def _script(*lines: str) -> str:
+    head = ("#!/bin/bash", "# Written by `atlas launch`.", "set -eu", 'cd "$(dirname "$0")"')
+    return "\n".join((*head, *lines)) + "\n"
 
 
 def slurm_files(choice: LaunchChoice) -> dict[str, str]:
@@ -122,10 +148,10 @@ def slurm_files(choice: LaunchChoice) -> dict[str, str]:
         gpus = choice.gpus(dc)
         line = _line(choice.words(dc, config=".", disk=f"disk/{dc}"), "atlas")
         files[f"{dc}.sbatch"] = SLURM.format(
-            name=f"{choice.name}-{dc}",
+            name=choice.job_name(dc),
             count=count,
             gpus=f"#SBATCH --gpus-per-node={gpus}\n" if gpus else "",
-            advertise=ADVERTISE,
+            advertise=choice.advertise(dc),
             line=f"exec {line}",
             again=EXIT_AGAIN,
         )
@@ -163,8 +189,8 @@ exit "$code"
 def _pod(choice: LaunchChoice, dc: str, container: str) -> dict[str, Any]:
     """The pod of one host. Certificates and disks are referred to by name."""
     volumes: list[dict[str, Any]] = [
-        {"name": "config", "configMap": {"name": f"{choice.name}-{dc}"}},
-        {"name": "disk", "persistentVolumeClaim": {"claimName": f"{choice.name}-{dc}"}},
+        {"name": "config", "configMap": {"name": choice.job_name(dc)}},
+        {"name": "disk", "persistentVolumeClaim": {"claimName": choice.job_name(dc)}},
         {"name": "shm", "emptyDir": {"medium": "Memory"}},
     ]
     mounts = [
@@ -173,9 +199,10 @@ def _pod(choice: LaunchChoice, dc: str, container: str) -> dict[str, Any]:
         {"name": "shm", "mountPath": "/dev/shm"},
     ]
     if choice.certs:
-        volumes.append({"name": "certs", "secret": {"secretName": f"{choice.name}-{dc}-certs"}})
+        volumes.append({"name": "certs", "secret": {"secretName": f"{choice.job_name(dc)}-certs"}})
         mounts.append({"name": "certs", "mountPath": f"{ROOT}/certs", "readOnly": True})
-    line = f"{ADVERTISE}; {_line(choice.words(dc, config=f'{ROOT}/config', disk=f'{ROOT}/disk'), 'exec atlas')}"
+    words = choice.words(dc, config=f"{ROOT}/config", disk=f"{ROOT}/disk")
+    line = f"{choice.advertise(dc)}; {_line(words, 'exec atlas')}"
     found: dict[str, Any] = {
         "name": container,
         "image": choice.image,
@@ -214,7 +241,7 @@ def _indexed_job(choice: LaunchChoice, dc: str, pod: dict[str, Any], container: 
 
 def _config_map(choice: LaunchChoice, dc: str) -> dict[str, Any]:
     data = {"plan.yaml": choice.plan, "recipe.yaml": choice.recipe}
-    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": f"{choice.name}-{dc}"}, "data": data}
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": choice.job_name(dc)}, "data": data}
 
 
 def jobset_files(choice: LaunchChoice) -> dict[str, str]:
@@ -229,7 +256,7 @@ def jobset_files(choice: LaunchChoice) -> dict[str, str]:
         manifest = {
             "apiVersion": "jobset.x-k8s.io/v1alpha2",
             "kind": "JobSet",
-            "metadata": {"name": f"{choice.name}-{dc}"},
+            "metadata": {"name": choice.job_name(dc)},
             "spec": {"failurePolicy": policy, "replicatedJobs": jobs},
         }
         files[f"{dc}.jobset.yaml"] = _documents(_config_map(choice, dc), manifest)
@@ -240,7 +267,7 @@ def trainjob_files(choice: LaunchChoice) -> dict[str, str]:
     """A TrainJob and the TrainingRuntime that it refers to. Kubeflow replaces the container named `node`."""
     files: dict[str, str] = {}
     for dc, count in choice.hosts.items():
-        name = f"{choice.name}-{dc}"
+        name = choice.job_name(dc)
         pod = _pod(choice, dc, "node")
         container = pod["containers"][0]
         command, env = container.pop("command"), container.pop("env")
@@ -275,13 +302,13 @@ def skypilot_files(choice: LaunchChoice) -> dict[str, str]:
     for dc, count in choice.hosts.items():
         found = next(found for found in choice.job.cluster.datacenters if found.name == dc)
         first = dc == next(iter(choice.hosts)) and not choice.apart
-        ports = [choice.ports, *([choice.rendezvous.rpartition(":")[2]] if first else [])]
+        ports = [choice.ports_of(dc), *([choice.rendezvous.rpartition(":")[2]] if first else [])]
         resources: dict[str, Any] = {"image_id": f"docker:{choice.image}", "ports": ports}
         if choice.gpus(dc):
             resources["accelerators"] = f"{found.gpu.split('-')[0].upper()}:{choice.gpus(dc)}"
         line = _line(choice.words(dc, config=".", disk=f"disk/{dc}"), "exec atlas")
-        task = {"name": dc, "num_nodes": count, "resources": resources, "workdir": ".", "run": f"{ADVERTISE}\n{line}\n"}
-        documents.append(task)
+        run = f"{choice.advertise(dc)}\n{line}\n"
+        documents.append({"name": dc, "num_nodes": count, "resources": resources, "workdir": ".", "run": run})
     return {"group.yaml": _documents(*documents)}
 
 
@@ -319,14 +346,15 @@ def write_files(choice: LaunchChoice, target: str, folder: Path) -> list[Path]:
     own = TARGETS[target](choice)
     files = {**own, "plan.yaml": choice.plan, "recipe.yaml": choice.recipe}
     files |= {
-        "Dockerfile": DOCKERFILE,
+        "Dockerfile": DOCKERFILE.format(extras="runtime,wan,s3" if choice.in_object_store else "runtime,wan"),
         "README.md": readme(
             choice.name,
             target,
             sorted(own),
-            choice.hosts,
+            {dc: (count, choice.job_name(dc)) for dc, count in choice.hosts.items()},
             certs=choice.certs,
             coordinator=choice.rendezvous if choice.apart else None,
+            folders=choice.folders,
         ),
     }
     for name, text in files.items():

@@ -8,7 +8,7 @@ DOCKERFILE = """\
 # Written by `atlas launch`, which builds nothing: build it, and try `atlas --version` in it first.
 FROM python:3.11-slim
 RUN apt-get update && apt-get install -y --no-install-recommends bash && rm -rf /var/lib/apt/lists/*
-RUN pip install --no-cache-dir 'atlas-bubbletea[runtime,wan]'
+RUN pip install --no-cache-dir 'atlas-bubbletea[{extras}]'
 ENTRYPOINT []
 """
 
@@ -31,11 +31,19 @@ STOP = {
 
 
 def readme(
-    name: str, target: str, files: Sequence[str], hosts: Mapping[str, int], *, certs: bool, coordinator: str | None
+    name: str,
+    target: str,
+    files: Sequence[str],
+    hosts: Mapping[str, tuple[int, str]],
+    *,
+    certs: bool,
+    coordinator: str | None,
+    folders: Sequence[str],
 ) -> str:
-    """`coordinator`: the address of `atlas coordinator`; None: a host of the first datacenter coordinates."""
+    """`hosts`: by datacenter, how many, and the name of its job. `coordinator`: the address of `atlas coordinator`;
+    None: a host of the first datacenter coordinates. `folders`: what every host reads."""
     lines = [START[target].format(file=file, dc=file.partition(".")[0]) for file in files]
-    counted = ", ".join(f"{count} in {dc}" for dc, count in hosts.items())
+    counted = ", ".join(f"{count} in {dc}" for dc, (count, _) in hosts.items())
     parts = [
         f"# {name} under {target}",
         f"Written by `atlas launch`. The plan uses these hosts: {counted}. Each datacenter has an ordinary job of its "
@@ -48,9 +56,15 @@ def readme(
         "explains ports, addresses behind NAT (`ATLAS_ADVERTISE`, `ATLAS_PORTS`) and failures.",
     ]
     if certs:
-        parts.append(_certs(name, target, [*(["coordinator"] if coordinator else []), *hosts], next(iter(hosts))))
-    if target in ("jobset", "trainjob"):
-        parts.append(f"Each datacenter needs a PersistentVolumeClaim `{name}-DC` for checkpoints and logs.")
+        parts.append(_certs(target, [*(["coordinator"] if coordinator else []), *hosts], hosts))
+    in_pods = target in ("jobset", "trainjob")
+    if in_pods:
+        claims = ", ".join(f"`{job}`" for _, job in hosts.values())
+        parts.append(f"Each datacenter needs a PersistentVolumeClaim for checkpoints and logs: {claims}.")
+    if folders:
+        read = ", ".join(f"`{folder}`" for folder in folders)
+        where = "`/atlas/config`: give paths on the volume, below `/atlas/disk`" if in_pods else "this folder"
+        parts.append(f"Every host reads {read}. Relative paths are relative to {where}.")
     parts.append("The Dockerfile was not built here; the image's name is a parameter of `atlas launch`.")
     return "\n\n".join(parts) + "\n"
 
@@ -69,12 +83,13 @@ def _coordinator(address: str | None, first: str, *, certs: bool) -> str:
     )
 
 
-def _certs(name: str, target: str, names: Sequence[str], one: str) -> str:
+def _certs(target: str, names: Sequence[str], hosts: Mapping[str, tuple[int, str]]) -> str:
     make = f"atlas wan certs {' '.join(names)} --out certs"
     if target not in ("jobset", "trainjob"):
         return f"Certificates are read from `certs/` beside this file: `{make}`, and copy each site its own pair."
-    secret = (
-        f"kubectl --context {one} create secret generic {name}-{one}-certs --from-file=certs/ca.pem "
-        f"--from-file=certs/{one}.pem --from-file=certs/{one}.key"
+    secrets = "\n".join(
+        f"kubectl --context {dc} create secret generic {job}-certs --from-file=certs/ca.pem "
+        f"--from-file=certs/{dc}.pem --from-file=certs/{dc}.key"
+        for dc, (_, job) in hosts.items()
     )
-    return f"Certificates are secrets, one for each datacenter:\n\n```sh\n{make}\n{secret}    # and so on\n```"
+    return f"Certificates are secrets, one for each datacenter:\n\n```sh\n{make}\n{secrets}\n```"

@@ -229,10 +229,19 @@ HEADER = """\
 def plan_text(plan: Plan) -> str:
     """The Plan as YAML: only the keys of the job's file and the choices."""
     data: dict[str, Any] = plan.model_dump(mode="json", exclude_none=True, exclude={"job"})
-    job = plan.job.model_dump(mode="json", exclude_none=True, exclude_unset=True)
-    job["model"].pop("config", None)
-    ordered = {"plan": data.pop("plan"), "runnable": data.pop("runnable"), **data, "job": job}
+    ordered = {"plan": data.pop("plan"), "runnable": data.pop("runnable"), **data, "job": _job_data(plan.job)}
     return HEADER + yaml.dump(ordered, Dumper=_Dumper, sort_keys=False, width=110)
+
+
+def job_text(job: Job) -> str:
+    """The job as one file, without `base`, `cluster: FILE` and `model.config`."""
+    return yaml.dump(_job_data(job), Dumper=_Dumper, sort_keys=False, width=110)
+
+
+def _job_data(job: Job) -> dict[str, Any]:
+    data: dict[str, Any] = job.model_dump(mode="json", exclude_none=True, exclude_unset=True)
+    data["model"].pop("config", None)
+    return data
 
 
 class _Dumper(yaml.SafeDumper):
