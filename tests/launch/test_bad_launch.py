@@ -81,6 +81,29 @@ def test_flags_that_make_no_sense(
     assert says in told(capsys, job_file, "--dc", "east", "--device", "cpu", *flags)
 
 
+def test_a_trusted_network_that_is_none_or_without_certificates(
+    job_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_ca(tmp_path / "certs")
+    make_node(tmp_path / "certs", "east")
+    here = [job_file, "--dc", "east", "--device", "cpu", "--trusted"]
+    said = told(capsys, *here, "10.0.0.0/33", "--certs", str(tmp_path / "certs"))
+    assert "--trusted 10.0.0.0/33: not a network" in said
+    assert "Give --certs too, or leave out --trusted" in told(capsys, *here, "10.0.0.0/8")
+
+
+def test_a_certificate_of_another_datacenter_is_refused_at_once(
+    job_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_ca(tmp_path)
+    make_node(tmp_path, "west")
+    for kind in ("pem", "key"):
+        (tmp_path / f"west.{kind}").rename(tmp_path / f"east.{kind}")
+    for flags in ([], ["--spare"]):
+        said = told(capsys, job_file, "--dc", "east", "--device", "cpu", "--certs", str(tmp_path), *flags)
+        assert "east.pem is for west/*, not for east. Make one with `atlas wan certs east`" in said
+
+
 def test_a_wrong_certificate(tmp_path: Path) -> None:
     for folder in ("ours", "foreign"):
         make_ca(tmp_path / folder)

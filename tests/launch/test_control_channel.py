@@ -110,6 +110,16 @@ def test_a_launcher_reconnects_by_itself() -> None:
     rendezvous.close()
 
 
+def test_a_launcher_says_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("atlas.launch.rendezvous.HELLO_S", 0.1)
+    said: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+    with pytest.raises(AtlasError, match="not reached"):
+        RendezvousClient(address, EAST, WEST, "plan", Security(), grace_s=1, patience_s=1, say=said.append)
+    assert said == [f"waiting for the rendezvous 127.0.0.1:{address[1]} in east: Connection refused"], "once a minute"
+
+
 def test_a_refused_launcher_gets_the_reason() -> None:
     def admission(agent: AgentName, plan: str) -> str | None:
         return None if plan == "ours" else "it holds another plan"

@@ -28,7 +28,7 @@ from atlas.launch.train_options import TrainOptions
 from atlas.planner.space import batch_of
 from atlas.spec import Job
 from atlas.spec.recipe import OBJECT_STORE
-from atlas.wan.security.certs import require_current
+from atlas.wan.security.certs import require_current, require_own_name
 from atlas.wan.security.credentials import Credentials, Security
 from atlas.wan.transport.base import Address, is_wildcard
 
@@ -47,7 +47,8 @@ def train_here(job: Job, options: TrainOptions, settings: AgentSettings, callbac
     mine = settings.name
     if mine.datacenter not in datacenters:
         raise AtlasError(
-            f"--dc {mine.datacenter}: the plan has no worker there; it has them in {', '.join(datacenters)}"
+            f"--dc {mine.datacenter}: the plan has no worker there; it has them in {', '.join(datacenters)}. Give one "
+            "of these"
         )
     if settings.apart:
         _require_other_name(datacenters)
@@ -65,7 +66,14 @@ def _launched(
 
     def agent(address: Address) -> Agent:
         client = RendezvousClient(
-            address, first, mine, digest, security, grace_s=options.grace_s, patience_s=options.gather_s
+            address,
+            first,
+            mine,
+            digest,
+            security,
+            grace_s=options.grace_s,
+            patience_s=options.gather_s,
+            say=callbacks.say,
         )
         return Agent(settings, client, security, callbacks.say)
 
@@ -161,8 +169,14 @@ def _require_other_name(datacenters: list[str]) -> None:
 
 def security_of(settings: AgentSettings) -> Security:
     if settings.certificates is None:
+        if settings.trusted_networks:
+            raise AtlasError(
+                f"--trusted {', '.join(settings.trusted_networks)}: hosts there prove their names by certificates, and "
+                "there are none. Give --certs too, or leave out --trusted"
+            )
         return Security()
     require_current(settings.certificates, settings.name.datacenter)
+    require_own_name(settings.certificates, settings.name.datacenter)
     credentials = Credentials.of_folder(settings.certificates, settings.name.node)
     security = Security(credentials, settings.trusted_networks)
     _ = security.server_context, security.client_context  # raises now if files are missing or do not match

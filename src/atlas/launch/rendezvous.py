@@ -30,6 +30,7 @@ log = logging.getLogger("atlas.launch")
 VERSION = 3
 HELLO_S = 10.0
 RETRY_S = 0.3
+REMIND_S = 60.0
 MAX_HELLO_BYTES = 1 << 16
 MAX_HANDSHAKES = 64
 """At a time; further connections are closed."""
@@ -253,9 +254,10 @@ class RendezvousClient:
         *,
         grace_s: float,
         patience_s: float,
+        say: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.address, self.host, self.mine, self.plan, self.security = address, host, mine, plan, security
-        self.grace_s = grace_s
+        self.grace_s, self._say = grace_s, say
         self.instance = secrets.randbits(62)
         self.channel = ControlChannel(self._changed)
         self.restart: Callable[[], None] = lambda: self.channel.restart(())
@@ -290,6 +292,7 @@ class RendezvousClient:
     def _connect(self, deadline: float) -> None:
         """Retry until it has joined. A refusal is final; so is a TLS error."""
         where = f"rendezvous {self.address[0]}:{self.address[1]} in {self.host.datacenter}"
+        remind = time.monotonic() + HELLO_S
         while not self._closing.is_set():
             try:
                 return self._try(where)
@@ -299,8 +302,11 @@ class RendezvousClient:
                     "CA that is still valid: `atlas wan certs` makes them"
                 ) from None
             except (OSError, ValueError, KeyError, TypeError) as error:  # no listener, or not a rendezvous
-                if time.monotonic() > deadline:
-                    why = getattr(error, "strerror", None) or (error if isinstance(error, OSError) else "not atlas")
+                why = getattr(error, "strerror", None) or (error if isinstance(error, OSError) else "not atlas")
+                if (now := time.monotonic()) > remind:
+                    remind = now + REMIND_S
+                    self._say(f"waiting for the {where}: {why}")
+                if now > deadline:
                     raise StartAgainError(
                         f"{where}: not reached: {why}. Start `atlas train` there, or correct --rendezvous"
                     ) from None

@@ -66,7 +66,7 @@ class Security:
         self.credentials = credentials
         self._contexts: dict[int, tuple[tuple[int, ...], ssl.SSLContext]] = {}
         """By protocol: the version of the files, and what was made of them."""
-        self.trusted_networks = [ipaddress.ip_network(network) for network in trusted_networks]
+        self.trusted_networks = [network_of(text) for text in trusted_networks]
 
     def trusts(self, host: str) -> bool:
         """Whether this IP address is in a trusted network."""
@@ -142,6 +142,13 @@ class Security:
         if protocol == ssl.PROTOCOL_TLS_SERVER:
             context.num_tickets = 0  # sessions are never resumed, and no bytes may follow the greeting
         return context
+
+
+def network_of(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network:
+    try:
+        return ipaddress.ip_network(text)
+    except ValueError as error:
+        raise AtlasError(f"--trusted {text}: not a network ({error}). Write it like 10.0.0.0/8") from None
 
 
 def _check_key_file(path: Path) -> None:
