@@ -30,7 +30,8 @@ from common.report import Report
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "launch"))
 from multi_dc_runs import free_port
 
-from atlas.launch.agent import Agent, AgentSettings, _Attempt, _roles
+from atlas.ir.text import from_text
+from atlas.launch.agent import Agent, AgentSettings, _Attempt, _role
 from atlas.launch.control_channel import Message, unpack_text
 from atlas.launch.coordinator import RunCallbacks
 from atlas.launch.multi_dc import COORDINATOR, coordinate, security_of
@@ -114,7 +115,8 @@ class StubAgent(Agent):
 
     def _prepare(self, attempt: _Attempt, message: Message) -> None:
         wanted = message["prepare"]
-        roles = _roles(wanted, [unpack_text(group["program"]) for group in wanted["groups"]])
+        programs = [from_text(unpack_text(group["program"])) for group in wanted["groups"]]
+        roles = [_role(wanted, programs, row) for row in wanted["workers"]]
         self.stub = (roles, threading.Event())
         attempt.records = SiteRecords.of(roles)
         self._reply(attempt, {"prepared": {role.name: 0 for role in roles}})

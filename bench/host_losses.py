@@ -3,7 +3,8 @@
     python bench/host_losses.py                     40 losses with a spare, 5 without, 10 kills of the coordinator
     python bench/host_losses.py --only spare        40 losses with a spare; about 6 minutes on a quiet host
     python bench/host_losses.py --quick             3, 1 and 3
-    python bench/host_losses.py --only spare --losses 10 --seed 2
+    python bench/host_losses.py --only spare --losses 20 --seed 2 --save b.json    without the comparison, in pieces
+    python bench/host_losses.py --compare a.json b.json                            one verdict on these pieces
 
     spare         4 hosts of one datacenter and a spare, each a launcher with a disk of its own. A random host is killed
                   (SIGKILL of its launcher; its workers end with it) and its disk is deleted. The spare takes its place;
@@ -41,6 +42,7 @@ from multi_dc_runs import free_port
 
 from atlas.errors import AtlasError
 from atlas.runtime.checkpoint import LocalStore, choose, complete_ids, load_layers
+from atlas.runtime.checkpoint.manifest import ids
 
 NUM_HOSTS, SAVE_EVERY = 4, 5
 NEXT_STEP_S = 15.0
@@ -248,8 +250,10 @@ def undisturbed(base: Path, num_steps: int, wanted: set[int]) -> tuple[dict[int,
     deadline, ended = time.monotonic() + 20 * WAIT_S, False
     while not ended and time.monotonic() < deadline:
         ended = command.process.poll() is not None
-        # Meanwhile, because a long run deletes its first saves.
-        for step in sorted({save.step for save in complete_ids(stores)} & (wanted - weights.keys())):
+        # Meanwhile, because a long run deletes its first saves. One is complete when all workers are far beyond it.
+        there = {save.step for save in ids(stores[0])}
+        complete = {step for step in there if ended or step + 4 * SAVE_EVERY <= max(there)}
+        for step in sorted(complete & (wanted - weights.keys())):
             weights[step] = hashes(stores, step)
         time.sleep(0.0 if ended else 1.0)
     if not ended or command.process.returncode != 0:
@@ -259,29 +263,45 @@ def undisturbed(base: Path, num_steps: int, wanted: set[int]) -> tuple[dict[int,
     return losses, weights
 
 
-def compare(report: Report, found: dict[str, dict[str, Any]], base: Path) -> None:
-    last = max(max(part["losses"]) for part in found.values())
-    wanted = {step for part in found.values() for step in part.get("saved", ())}
+def compare(report: Report, found: list[tuple[str, dict[str, Any]]], base: Path) -> None:
+    """`found`: results of parts; a part may have been measured in several pieces."""
+    last = max(max(part["losses"]) for _, part in found)
+    wanted = {step for _, part in found for step in part.get("saved", ())}
     losses, weights = undisturbed(base, last + SAVE_EVERY - last % SAVE_EVERY, wanted)
-    if (spare := found.get("spare")) is not None:
-        same = sum(weights.get(step) == hashes for step, hashes in spare["saved"].items())
-        report.figure(
-            "losses of a host with a spare: weights equal to the bit", same, "of", at_least=len(spare["saved"])
-        )
-        report.figure("losses of a host with a spare: spare took the place", spare["taken"], "times")
-        worst = max(spare["times_s"])
-        report.figure("losses of a host with a spare: next step, worst", worst, "s", at_most=NEXT_STEP_S)
-        wrong = sum(losses[step] != loss for step, loss in spare["losses"].items())
-        report.figure("losses of a host with a spare: steps with another loss", wrong, "steps", at_most=0)
-    if (fewer := found.get("fewer")) is not None:
-        worst = max(abs(losses[step] - loss) / loss for step, loss in fewer["losses"].items())
-        report.figure("losses of a host without a spare: loss off by, worst", worst, "", at_most=1e-5)
-        report.figure("losses of a host without a spare: fewer pipelines went on", fewer["fewer"], "times", at_least=1)
-    if (kills := found.get("coordinator")) is not None:
-        report.figure("kills of the coordinator: workers went on", kills["kept"], "times")
-        report.figure("kills of the coordinator: restarts of workers", kills["restarts"], "", at_most=0)
-        same = sum(weights.get(step) == hashes for step, hashes in kills["saved"].items())
-        report.figure("kills of the coordinator: weights equal to the bit", same, "of", at_least=len(kills["saved"]))
+
+    def equal(parts: list[dict[str, Any]], name: str) -> None:
+        checked = [(step, hashes) for part in parts for step, hashes in part["saved"].items()]
+        same = sum(weights.get(step) == hashes for step, hashes in checked)
+        report.figure(f"{name}: weights equal to the bit", same, "of", at_least=len(checked))
+
+    if spare := [part for name, part in found if name == "spare"]:
+        name = "losses of a host with a spare"
+        equal(spare, name)
+        report.figure(f"{name}: spare took the place", sum(part["taken"] for part in spare), "times")
+        worst = max(max(part["times_s"]) for part in spare)
+        report.figure(f"{name}: next step, worst", worst, "s", at_most=NEXT_STEP_S)
+        wrong = sum(losses[step] != loss for part in spare for step, loss in part["losses"].items())
+        report.figure(f"{name}: steps with another loss", wrong, "steps", at_most=0)
+    if fewer := [part for name, part in found if name == "fewer"]:
+        name = "losses of a host without a spare"
+        worst = max(abs(losses[step] - loss) / loss for part in fewer for step, loss in part["losses"].items())
+        report.figure(f"{name}: loss off by, worst", worst, "", at_most=1e-5)
+        count = sum(part["fewer"] for part in fewer)
+        report.figure(f"{name}: fewer pipelines went on", count, "times", at_least=1)
+    if kills := [part for name, part in found if name == "coordinator"]:
+        name = "kills of the coordinator"
+        report.figure(f"{name}: workers went on", sum(part["kept"] for part in kills), "times")
+        report.figure(f"{name}: restarts of workers", sum(part["restarts"] for part in kills), "", at_most=0)
+        equal(kills, name)
+
+
+def read_piece(file: Path) -> list[tuple[str, dict[str, Any]]]:
+    """What `--save` has written; steps are numbers again."""
+
+    def numbered(pairs: list[tuple[str, Any]]) -> dict[Any, Any]:
+        return {int(key) if key.isdecimal() else key: value for key, value in pairs}
+
+    return [(name, part) for name, part in json.loads(file.read_text(), object_pairs_hook=numbered)]
 
 
 def main() -> int:
@@ -290,18 +310,23 @@ def main() -> int:
     parser.add_argument("--only", choices=("spare", "fewer", "coordinator"))
     parser.add_argument("--losses", type=int, help="of the part that --only names")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--save", type=Path, help="write what happened there; compare it later")
+    parser.add_argument("--compare", type=Path, nargs="+", help="compare these pieces; lose no host")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # launchers are ended on the way out
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     counts = (3, 1, 3) if args.quick else (40, 5, 10)
     parts = dict(zip(("spare", "fewer", "coordinator"), counts, strict=True))
     runs = {"spare": with_spare, "fewer": without_spare, "coordinator": coordinator_kills}
-    found: dict[str, dict[str, Any]] = {}
+    found = [part for file in args.compare or () for part in read_piece(file)]
     with tempfile.TemporaryDirectory(prefix="atlas-hosts-") as folder:
         for name, count in parts.items():
-            if args.only in (None, name):
+            if args.only in (None, name) and not args.compare:
                 draw = random.Random(f"{name} {args.seed}")
-                found[name] = runs[name](Path(folder) / name, args.losses or count, draw)
+                found.append((name, runs[name](Path(folder) / name, args.losses or count, draw)))
+        if args.save is not None:
+            args.save.write_text(json.dumps(found))
+            return 0
         report = Report("Lost hosts", "an undisturbed run on one host, step by step")
         compare(report, found, Path(folder) / "undisturbed")
     return report.finish()

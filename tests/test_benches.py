@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -29,6 +30,16 @@ def test_quick_form_is_an_option_of_the_script(name: str) -> None:
     tree = ast.parse((BENCH / f"{name}.py").read_text())
     strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
     assert set(wanted) <= strings
+
+
+@pytest.mark.parametrize("file", sorted(BENCH.rglob("*.py")), ids=lambda file: file.stem)
+def test_what_a_script_imports_of_the_packages_exists(file: Path) -> None:
+    """Long benches run rarely: a name that moved would be found hours later."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in ("atlas", "bubbletea"):
+            module = importlib.import_module(str(node.module))
+            for name in node.names:
+                assert hasattr(module, name.name) or importlib.util.find_spec(f"{node.module}.{name.name}"), name.name
 
 
 def test_the_figures_of_the_readme_fit_into_the_quick_run() -> None:
