@@ -8,6 +8,7 @@ Index legend: c pipeline, s stage, k kind, d direction, b boundary (between stag
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -244,7 +245,7 @@ class _Pipeline:
     """[b] shortest transfer backward."""
     closing: list[int]
 
-    @property
+    @cached_property
     def head(self) -> list[int]:
         """Earliest start of anything on a stage."""
         head = [0]
@@ -252,7 +253,7 @@ class _Pipeline:
             head.append(head[-1] + forward + there)
         return head
 
-    @property
+    @cached_property
     def away(self) -> list[int]:
         """From the end of a stage's forward until its backward can start."""
         away = [0] * len(self.forward)
@@ -261,7 +262,7 @@ class _Pipeline:
             away[s] = max(loop, self.recompute[s])
         return away
 
-    @property
+    @cached_property
     def home(self) -> list[int]:
         """From the start of a stage's backward until stage 0 has finished that microbatch."""
         home = [self.backward[0] + self.closing[0]]

@@ -13,7 +13,7 @@ from atlas.schedules.eager import warm_ups
 from atlas.schedules.search import Family, found_on_grid
 from atlas.schedules.setting import Progress, Setting
 from atlas.schedules.varuna import varuna
-from atlas.schedules.zero_bubble import zero_bubble_orders
+from atlas.schedules.zero_bubble import zero_bubble_order
 
 SEARCHED = 0.75
 """Share of the budget for the search over all families; zero bubble's own search has a third of the budget."""
@@ -27,11 +27,15 @@ def atlas(setting: Setting, progress: Progress | None = None) -> Program:
     layout = setting.layout
     events = 6 * layout.num_pipelines * layout.num_stages * layout.num_microbatches
     budget, keep = max(1, round(SEARCHED * setting.budget)), 4 if events < MANY_EVENTS else 1
-    orders = found_on_grid(setting, Family((True, False), sharings), budget, keep=keep, progress=progress)
-    order = min([*orders, *zero_bubble_orders(setting)], key=lambda order: order.closed_ns(setting))
     rivals = [(setting.simulated_ns(rival, compiled=True), rival) for rival in _baselines(setting)]
     fastest_ns, fastest = min(rivals, key=lambda rival: rival[0])
-    return order.program("atlas", setting) if order.closed_ns(setting) <= fastest_ns else fastest
+    split = zero_bubble_order(setting, fastest_ns + 1)
+    below_ns = fastest_ns + 1 if split is None else split.closed_ns(setting)
+    order = found_on_grid(
+        setting, Family((True, False), sharings), budget, keep=keep, below_ns=below_ns, progress=progress
+    )
+    order = order or split
+    return fastest if order is None else order.program("atlas", setting)
 
 
 def _baselines(setting: Setting) -> list[Program]:

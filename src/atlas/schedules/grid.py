@@ -2,22 +2,24 @@
 
 A search at the job's own latency and bandwidth finds orders that a search at a neighbouring value misses, and then
 less latency or more bandwidth can look worse. So orders are searched at grid points only, and then priced at the
-job's own values. A setting uses its own grid cell and worse ones. What a worse setting uses is therefore nearly always
-among what a better one uses, and one order takes no longer on better links. Grid steps are in units of the slowest
-stage's work, which no link changes. Knows no order and no search.
+job's own values. A setting uses the points of its own grid cell and of every worse cell that has a lower bound below
+the best order so far. The result of a worse link is never below its bound. So where it could be faster, its points are
+among those used here, and one order takes no longer on better links: a better link never gives a slower result. Grid
+steps are in units of the slowest stage's work, which no link changes. Knows no order and no search.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import count, pairwise
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from atlas.cost.table import FAIR, PRIVATE, TURNS, Costs, LinkCost
+from atlas.cost.table import FAIR, PRIVATE, TURNS, Costs, LinkCost, lower_bound
 from atlas.ir.program import Ints, Kind, Layout
 from atlas.schedules.setting import Setting
 
@@ -35,28 +37,87 @@ LATENCY_STEP, LOAD_STEP = 1.35, 1.25
 SMALLEST = 1 / 16
 """Of the slowest stage's work: below the first step from here a grid point has no latency, or no load."""
 WIDE = (
-    *(Move(i, j) for i in range(4) for j in range(4)),
+    *sorted((Move(i, j) for i in range(4) for j in range(4)), key=sum),
     *(Move(*axis) for far in (4, 6, 9, 13) for axis in ((far, 0), (0, far))),
 )
-"""For a search with many tries: all that the next worse settings use, and some far away."""
+"""From a grid cell to its points, for a search with many tries."""
 NEAR = (Move(), Move(0, 1), Move(1, 0))
-"""For a search with few tries: a setting's own grid point and one step worse."""
+"""The same for a search with few tries."""
 MIN_TRIES = 12
 """A grid point with fewer tries is not worth having."""
+MOST = 5
+"""At most so many times the points of one cell are used, the nearest. Few settings have more cells worth a look."""
+SLACK = 5e-4
+"""A cell whose bound is within this share of the best order so far is not worth a look."""
 
 
-def references(setting: Setting, budget: int) -> list[Setting]:
-    """The grid points that a setting uses, each with its share of the budget. How many tries a point gets does not
-    depend on how many of the points coincide: a point has the same orders wherever it is used."""
-    moves = next((m for m in (WIDE, NEAR) if budget >= MIN_TRIES * len(m)), NEAR[:1])
-    tries = max(1, budget // len(moves))
-    found: dict[tuple[bytes, ...], Setting] = {}
-    for move in moves:
-        apart = _at_grid(setting, False, move)
-        turns = None if setting.turns is None else _at_grid(setting, True, move)
-        point = replace(setting, apart=apart, turns=turns, budget=tries)
-        found.setdefault(prices(point), point)
-    return list(found.values())
+class Grid:
+    """The grid around one setting. Cells are counted in steps from the setting's own, worse ones up."""
+
+    def __init__(self, setting: Setting, budget: int, sharings: Sequence[bool], best_ns: float) -> None:
+        self.setting = setting
+        self.best_ns = best_ns
+        """Of the fastest order so far, closed; whoever searches the points lowers it."""
+        self._moves = next((m for m in (WIDE, NEAR) if budget >= MIN_TRIES * len(m)), NEAR[:1])
+        self._tries = max(1, budget // len(self._moves))
+        self._sharings = [sharing for sharing in sharings if not sharing or setting.turns is not None]
+        self._most = 1 if len(self._moves) == 1 else MOST * len(self._moves)
+
+    def points(self) -> Iterator[Setting]:
+        """The points that are used, each once, each with the same number of tries wherever it is used."""
+        seen: set[tuple[bytes, ...]] = set()
+        for cell, bound_ns in self._cells():
+            for move in self._moves:
+                point = self._point(Move(cell.latency + move.latency, cell.load + move.load))
+                if (key := prices(point)) in seen:
+                    continue
+                if len(seen) >= self._most or not self._is_worthwhile(bound_ns):
+                    break
+                seen.add(key)
+                yield point
+            if len(seen) >= self._most:
+                return
+
+    def _is_worthwhile(self, bound_ns: int) -> bool:
+        return bound_ns < self.best_ns * (1 - SLACK)
+
+    def _cells(self) -> Iterator[tuple[Move, int]]:
+        """The setting's own cell and worse ones, nearest first, each with its bound, as long as it is worthwhile."""
+        ended: list[Move] = []
+        for far in count():
+            found = False
+            for load in range(far + 1):
+                cell = Move(far - load, load)
+                if any(cell.latency >= end.latency and cell.load >= end.load for end in ended):
+                    continue  # a bound only grows with latency and load
+                if self._is_worthwhile(bound_ns := self._bound_ns(cell)):
+                    found = True
+                    yield cell, bound_ns
+                else:
+                    ended.append(cell)
+            if not found:
+                return
+
+    def _point(self, move: Move) -> Setting:
+        apart = _at_grid(self.setting, False, move)
+        turns = None if self.setting.turns is None else _at_grid(self.setting, True, move)
+        return replace(self.setting, apart=apart, turns=turns, budget=self._tries)
+
+    def _bound_ns(self, cell: Move) -> int:
+        """No order is faster on any link of a cell that is not better than the setting's own."""
+        setting, scale = self.setting, _scale(self.setting)
+        latency = max(1.0, scale.latency_ns(cell) / max(1, scale.most_latency_ns))
+        load = max(1.0, scale.load_ns(cell) / max(1, scale.most_load_ns))
+        bounds = []
+        for costs in map(setting.costs_of_sharing, self._sharings):
+            worse = replace(
+                costs,
+                work_ns=np.where(scale.slow, costs.work_ns * load, costs.work_ns).astype(np.int64),
+                latency_ns=np.where(scale.slow, costs.latency_ns * latency, costs.latency_ns).astype(np.int64),
+            )
+            num_mb = setting.layout.num_microbatches
+            bounds.append(lower_bound(worse, num_mb, setting.memory, recompute=setting.recompute, closing=True).ns)
+        return min(bounds)
 
 
 def prices(setting: Setting) -> tuple[bytes, ...]:
@@ -76,27 +137,52 @@ def slow_boundaries(layout: Layout) -> Ints:
     return crosses if crosses.any() else np.ones_like(crosses)
 
 
+@dataclass(frozen=True, eq=False)
+class Scale:
+    """Where a setting is on the grid."""
+
+    slow: Flags
+    """[b]"""
+    unit_ns: float
+    """The slowest stage's work."""
+    most_latency_ns: int
+    most_load_ns: int
+    """Of the slowest boundary, without turns."""
+
+    def latency_ns(self, move: Move) -> int:
+        return _snapped(self.most_latency_ns, self.unit_ns, LATENCY_STEP, move.latency)
+
+    def load_ns(self, move: Move) -> int:
+        return _snapped(self.most_load_ns, self.unit_ns, LOAD_STEP, move.load)
+
+
+def _scale(setting: Setting) -> Scale:
+    slow, costs = slow_boundaries(setting.layout).astype(bool), setting.apart
+    stage_ns = costs.compute_ns[0]
+    again = stage_ns[:, Kind.R] * setting.recompute
+    return Scale(
+        slow=slow,
+        unit_ns=max(1.0, float((stage_ns[:, Kind.F] + again + stage_ns[:, Kind.B]).max())),
+        most_latency_ns=int(costs.latency_ns[:, :, slow].max(initial=0)),
+        most_load_ns=int(_alone_ns(costs)[:, :, slow].max(initial=0)),
+    )
+
+
 def _at_grid(setting: Setting, sharing: bool, move: Move) -> Costs:
     """The costs with their slowest boundary at a grid point, reached from the one at or below it, and the other
     boundaries in proportion. One scale serves with turns and without: two would cross a grid line one after the other,
     and a slightly worse link would use a point that no better one uses."""
-    costs, layout = setting.costs_of_sharing(sharing), setting.layout
-    slow = slow_boundaries(layout).astype(bool)
-    stage_ns = costs.compute_ns[0]
-    again = stage_ns[:, Kind.R] * setting.recompute
-    unit = max(1.0, float((stage_ns[:, Kind.F] + again + stage_ns[:, Kind.B]).max()))
-    most_load = int(_alone_ns(setting.apart)[:, :, slow].max(initial=0))
-    most_latency = int(setting.apart.latency_ns[:, :, slow].max(initial=0))
-    load = _scaled(_alone_ns(costs), most_load, _snapped(most_load, unit, LOAD_STEP, move.load))
-    latency = _scaled(costs.latency_ns, most_latency, _snapped(most_latency, unit, LATENCY_STEP, move.latency))
+    costs, scale = setting.costs_of_sharing(sharing), _scale(setting)
+    load = _scaled(_alone_ns(costs), scale.most_load_ns, scale.load_ns(move))
+    latency = _scaled(costs.latency_ns, scale.most_latency_ns, scale.latency_ns(move))
     quantum_ns = max((link.quantum_ns for link in costs.links if link.policy == TURNS), default=0)
-    links, channel = _links(layout, slow, sharing, quantum_ns)
+    links, channel = _links(setting.layout, scale.slow, sharing, quantum_ns)
     return replace(
         costs,
         links=links,
         channel_link=channel,
-        work_ns=np.where(slow, load, costs.work_ns),
-        latency_ns=np.where(slow, latency, costs.latency_ns),
+        work_ns=np.where(scale.slow, load, costs.work_ns),
+        latency_ns=np.where(scale.slow, latency, costs.latency_ns),
     )
 
 

@@ -9,6 +9,7 @@ and counted in tries, never in seconds: the same input gives the same schedule o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import permutations
@@ -20,7 +21,7 @@ from atlas.cost.table import TURNS, Costs, lower_bound
 from atlas.errors import ProgramError
 from atlas.ir.assemble import default_turns
 from atlas.ir.program import Ints, Kind
-from atlas.schedules.grid import prices, references
+from atlas.schedules.grid import Grid, prices
 from atlas.schedules.order import Order, positions
 from atlas.schedules.setting import Progress, Setting
 from atlas.sim.cell import SLOT_B, SLOT_F
@@ -108,20 +109,24 @@ def found_on_grid(
     *,
     keep: int,
     score: Score = makespan_ns,
+    below_ns: float = math.inf,
     progress: Progress | None = None,
-) -> list[Order]:
-    """Orders found at the setting's grid points, priced for the setting itself, fastest first."""
-    points = references(setting, budget)
-    found: list[Order] = []
-    for k, point in enumerate(points):
+) -> Order | None:
+    """The fastest of the orders found at the setting's grid points, priced for the setting itself; None where none is
+    faster than `below_ns`."""
+    grid = Grid(setting, budget, family.sharings, below_ns)
+    fastest, tries = None, 0
+    for point in grid.points():
         if progress is not None:
-            progress(k * setting.budget // len(points), setting.budget)
+            progress(min(tries, setting.budget), setting.budget)
+        tries += point.budget
         for order in _elite_at(point, family, keep, score):
-            if (priced := priced_at(setting, order)) is not None:
-                found.append(priced)
+            priced = priced_at(setting, order)
+            if priced is not None and (closed_ns := priced.closed_ns(setting)) < grid.best_ns:
+                fastest, grid.best_ns = priced, closed_ns
     if progress is not None:
         progress(setting.budget, setting.budget)
-    return sorted(found, key=lambda order: order.closed_ns(setting))
+    return fastest
 
 
 def _elite_at(point: Setting, family: Family, keep: int, score: Score) -> list[Order]:

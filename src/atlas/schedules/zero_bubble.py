@@ -8,6 +8,7 @@ one with the shortest iteration is used.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from atlas.ir.program import Program
@@ -18,12 +19,14 @@ from atlas.schedules.setting import Progress, Setting
 
 def zero_bubble(setting: Setting, progress: Progress | None = None) -> Program:
     """The best split-backward order without turn-taking."""
-    return zero_bubble_orders(setting, progress)[0].program("zero-bubble", setting)
+    order = zero_bubble_order(setting, progress=progress)
+    assert order is not None, "some order keeps to the memory"
+    return order.program("zero-bubble", setting)
 
 
-def zero_bubble_orders(setting: Setting, progress: Progress | None = None) -> list[Order]:
-    """The best order of every reference setting, priced for this one, fastest first. Half of the tries: Atlas
+def zero_bubble_order(setting: Setting, below_ns: float = math.inf, progress: Progress | None = None) -> Order | None:
+    """The fastest of the best orders of the reference settings, if faster than `below_ns`. Half of the tries: Atlas
     looks at these orders too, and at three more families."""
     family = Family(splits=(True,), sharings=(False,))
-    own = replace(setting, turns=None)
-    return found_on_grid(own, family, max(1, setting.budget // 2), keep=4, score=period_ns, progress=progress)
+    own, budget = replace(setting, turns=None), max(1, setting.budget // 2)
+    return found_on_grid(own, family, budget, keep=4, score=period_ns, below_ns=below_ns, progress=progress)
