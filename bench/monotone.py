@@ -1,8 +1,8 @@
 """Monotone results: lower latency, more bandwidth, more nodes or more memory never makes a result worse.
 
-    python bench/monotone.py                          300 sweeps, half an hour
-    python bench/monotone.py --quick                  30 sweeps, about two minutes
-    python bench/monotone.py --first 40 --sweeps 20   sweeps 40 to 59 only: a range for each of several processes
+    python bench/monotone.py                          300 sweeps, a process for each core
+    python bench/monotone.py --quick                  30 sweeps
+    python bench/monotone.py --first 40 --sweeps 20   sweeps 40 to 59 only
     python bench/monotone.py --seed 7                 other jobs
     python bench/monotone.py --part plan              one part of it: simulate or plan
 
@@ -12,16 +12,20 @@ with every schedule of one stage a worker that fits the same memory. The third i
 or bandwidth, and the
 figure of the plan. Both call what the commands call. A sweep is a violation where a better value takes more than
 0.1 % longer than any worse one. Each sweep draws from its own generator, so a range gives the same sweeps in any
-process; its JSON line has the values and the seconds.
+process; its JSON line has the values and the seconds. No time is measured, so sweeps may run beside each other.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -111,10 +115,6 @@ class Tallies:
     plan: dict[str, Tally] = field(default_factory=lambda: {kind: Tally() for kind in SWEPT})
 
 
-def say(number: int, **line: Any) -> None:
-    print(json.dumps({"sweep": number, **line}), flush=True)
-
-
 # ---- simulate ------------------------------------------------------------------------------------------------
 def simulated(job: Job) -> dict[str, float]:
     """Seconds by schedule; those that take more memory than the job allows are in parentheses."""
@@ -127,7 +127,7 @@ def simulated(job: Job) -> dict[str, float]:
     return found
 
 
-def sweep_simulate(number: int, tallies: dict[str, Tally], rng: np.random.Generator) -> None:
+def sweep_simulate(rng: np.random.Generator) -> dict[str, Any]:
     """One sweep. A job that cannot run is drawn anew."""
     while True:
         job = random_job(rng)
@@ -136,17 +136,19 @@ def sweep_simulate(number: int, tallies: dict[str, Tally], rng: np.random.Genera
         by_latency = rng.random() < 0.5
         key = "latency_ms" if by_latency else "pair_gbps"
         values = some(rng, LATENCIES) if by_latency else some(rng, RATES)[::-1]
-        try:
+        with suppress(AtlasError):
             rows = [simulated(override(job, [f"cluster.wan.{key}={value}"])) for value in values]
-            break
-        except AtlasError as error:
-            print(f"{job.name}: {error}")
-    violations, lost = {}, {}
+            return {"key": key, "values": values, "job": short(job), "rows": rows}
+
+
+def add_simulated(tallies: dict[str, Tally], line: dict[str, Any]) -> dict[str, Any]:
+    """Count a sweep; its line with what was found instead of its rows."""
+    rows, violations, lost = line.pop("rows"), {}, {}
     seconds = {name: [row.get(name, row.get(f"({name})", 0.0)) for row in rows] for name in SCHEDULES}
     for name in SCHEDULES:
         if (found := tallies[name].add(seconds[name])) > TOLERANCE:
             violations[name] = found
-    for value, row in zip(values, rows, strict=True):
+    for value, row in zip(line["values"], rows, strict=True):
         best_s, best = min((s, name) for name, s in row.items() if not name.startswith("(") and name != "interleaved")
         tallies["atlas"].behind_interleaved += row.get("interleaved", np.inf) < row["atlas"] * (1 - 1e-9)
         ratio = row["atlas"] / best_s
@@ -154,8 +156,7 @@ def sweep_simulate(number: int, tallies: dict[str, Tally], rng: np.random.Genera
         if ratio > 1 + 1e-9:
             tallies["atlas"].lost += 1
             lost[str(value)] = (best, ratio)
-    say(number, part="simulate", key=key, values=values, job=short(job), seconds=seconds, violations=violations,
-        atlas_slower=lost)  # fmt: skip
+    return {**line, "seconds": seconds, "violations": violations, "atlas_slower": lost}
 
 
 def short(job: Job) -> str:
@@ -177,27 +178,27 @@ SWEPT = {
 """Key, values, and whether less is better."""
 
 
-def sweep_plan(number: int, tallies: dict[str, Tally], rng: np.random.Generator) -> None:
+def sweep_plan(rng: np.random.Generator) -> dict[str, Any]:
     """One sweep. A job that cannot run is drawn anew."""
     while True:
         kind = str(rng.choice(list(SWEPT), p=[0.35, 0.35, 0.15, 0.15]))
         key, choices, less = SWEPT[kind]
         job = random_job(rng)
         values = some(rng, choices)[:: 1 if less else -1]
-        try:
+        with suppress(AtlasError):
             plans = [
                 make_plan(override(job, [f"{key}={int(value) if kind == 'nodes' else value}"]), global_batch=64)
                 for value in values
             ]
-            break
-        except AtlasError as error:
-            print(f"{job.name}: {error}")
-    seconds = [plan.iteration_s for plan in plans]
-    found = tallies[kind].add(seconds)
-    where = [f"{plan.winner.candidate.where()} {plan.winner.candidate.how()}" for plan in plans]
-    violations = {kind: found} if found > TOLERANCE else {}
-    say(number, part="plan", key=key, values=values, job=short(job), seconds=seconds, plans=where,
-        violations=violations)  # fmt: skip
+            where = [f"{plan.winner.candidate.where()} {plan.winner.candidate.how()}" for plan in plans]
+            seconds = [plan.iteration_s for plan in plans]
+            return {"kind": kind, "key": key, "values": values, "job": short(job), "seconds": seconds, "plans": where}
+
+
+def add_planned(tallies: dict[str, Tally], line: dict[str, Any]) -> dict[str, Any]:
+    kind = line.pop("kind")
+    found = tallies[kind].add(line["seconds"])
+    return {**line, "violations": {kind: found} if found > TOLERANCE else {}}
 
 
 # ---- the report ------------------------------------------------------------------------------------------------
@@ -219,6 +220,12 @@ def written(report: Report, tallies: Tallies, parts: Sequence[str]) -> int:
     return report.finish()
 
 
+def swept(seed: int, number: int, part: str) -> dict[str, Any]:
+    """In a process of its own: one sweep, as a line."""
+    rng = np.random.default_rng([seed, number, part == "plan"])
+    return {"sweep": number, "part": part, **(sweep_plan(rng) if part == "plan" else sweep_simulate(rng))}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--first", type=int, default=0, help="number of the first sweep")
@@ -226,17 +233,19 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="30 sweeps")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--part", choices=("simulate", "plan"))
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one for each core)")
     args = parser.parse_args()
-    count = 30 if args.quick else args.sweeps
     report = Report("Monotone results (simulated)", "the same job with a better value of one key")
     tallies, parts = Tallies(), [args.part] if args.part else ["simulate", "plan"]
-    for number in range(args.first, args.first + count):
-        part = args.part or ("plan" if number % 3 == 2 else "simulate")
-        rng = np.random.default_rng([args.seed, number, part == "plan"])
-        if part == "plan":
-            sweep_plan(number, tallies.plan, rng)
-        else:
-            sweep_simulate(number, tallies.simulate, rng)
+    with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
+        sweeps = [
+            pool.submit(swept, args.seed, number, args.part or ("plan" if number % 3 == 2 else "simulate"))
+            for number in range(args.first, args.first + (30 if args.quick else args.sweeps))
+        ]
+        for done in as_completed(sweeps):
+            line = done.result()
+            line = add_planned(tallies.plan, line) if line["part"] == "plan" else add_simulated(tallies.simulate, line)
+            print(json.dumps(line), flush=True)
     return written(report, tallies, parts)
 
 

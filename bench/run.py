@@ -7,9 +7,10 @@ A bench prints one JSON line per figure (bench/common/report.py). This script co
 missed and what could not be measured here, and checks that every line named in docs/claims.md was printed. The exit
 status is 1 if a bar was missed, a bench crashed or a claim has no line.
 
-All benches together take about seven hours on two cores (half of their time limits; not measured). FILE gets the lines
-of each bench as it ends, so an interrupted run continues with --resume: it skips the benches that FILE has results of,
-from the same commit.
+`--list` gives the time of each bench: as measured in FILE (default out/bench.jsonl) or in an earlier run on two cores,
+or, after `~`, an estimate: half of its time limit. The last line has the sum. FILE gets the lines of each bench as it
+ends, so an interrupted run continues with --resume: it skips the benches that FILE has results of, from the same
+commit.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ class Bench:
     """Expected time of the quick form on two idle cores; its limit is three times that, at least a minute."""
     quick: tuple[str, ...] | None = ("--quick",)
     """Arguments of the quick form; None: the script has no quick form."""
+    measured_s: float | None = None
+    """Time of the full form in a run on two cores."""
 
 
 BENCHES: dict[str, Bench] = {
@@ -64,22 +67,22 @@ BENCHES: dict[str, Bench] = {
     "checkpoint_fetch": Bench(4, 60),
     "control_plane": Bench(6, 50),
     "engine": Bench(4, 30, ()),
-    "evidence": Bench(8, 20),
+    "evidence": Bench(8, 20, measured_s=28),
     "evidence_gpu": Bench(8, 90, ()),
-    "fabric": Bench(6, 80),
+    "fabric": Bench(6, 80, measured_s=99),
     "faults": Bench(20, 80),
-    "first_job": Bench(20, 90),
+    "first_job": Bench(20, 90, measured_s=350),
     "groups": Bench(20, 120),
     "gpu_fill": Bench(15, 300, ()),
     "handoff_parts": Bench(4, 40),
     "host_losses": Bench(40, 150),
-    "hostile_ports": Bench(10, 90),
-    "join": Bench(12, 150),
+    "hostile_ports": Bench(10, 90, measured_s=108),
+    "join": Bench(15, 150, measured_s=388),
     "launch_files": Bench(60, 60, ("--only", "shell", "torchrun")),
     "live_page": Bench(12, 60),
     "load_generator": Bench(12, 0, None),
     "loss_curves": Bench(10, 25),
-    "monotone": Bench(60, 120),
+    "monotone": Bench(40, 120),
     "one_gpu": Bench(10, 120, ()),
     "optimum": Bench(15, 20),
     "plain_torch": Bench(10, 280, ()),
@@ -93,7 +96,7 @@ BENCHES: dict[str, Bench] = {
     "serve_emulated": Bench(8, 50),
     "serve_kills": Bench(60, 60),
     "serve_slowdown": Bench(16, 120),
-    "slurm_clusters": Bench(5, 150),
+    "slurm_clusters": Bench(20, 150, measured_s=570),
     "sums": Bench(25, 60),
     "testbed": Bench(45, 70),
     "testbed_sim": Bench(5, 15),
@@ -206,13 +209,26 @@ class ResultFile:
             file.write(json.dumps(row | {"lines": one.lines}) + "\n")
 
 
-def list_benches() -> None:
-    """One line per bench: the time of its quick form, and the first sentence of its docstring."""
+def last_times(path: Path) -> dict[str, float]:
+    """Seconds by bench, as the last run wrote them, whatever its commit."""
+    rows = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
+    return {row["bench"]: row["seconds"] for row in rows}
+
+
+def list_benches(measured_s: dict[str, float]) -> None:
+    """One line per bench: the times of its full and quick form, and the first sentence of its docstring."""
+    total_s = known_s = 0.0
+    print(f"{'bench':<18} {'full':>8} {'quick':>6}")
     for name, bench in BENCHES.items():
         summary = (ast.get_docstring(ast.parse((HERE / f"{name}.py").read_text())) or "").split("\n\n")[0]
         first = " ".join(summary.split()).split(". ")[0].rstrip(".:")
+        found_s = measured_s.get(name, bench.measured_s)
+        seconds = 30 * bench.minutes if found_s is None else found_s
+        total_s, known_s = total_s + seconds, known_s + (found_s or 0.0)
+        full = f"{'~' if found_s is None else ''}{seconds / 60:.1f} min"
         quick = "-" if bench.quick is None else f"{bench.quick_s:.0f} s"
-        print(f"{name:<18} {quick:>6}  {first}")
+        print(f"{name:<18} {full:>8} {quick:>6}  {first}")
+    print(f"all: {total_s / 3600:.1f} h, of which {known_s / 3600:.1f} h were measured; the rest is an estimate")
 
 
 def quick_order() -> list[str]:
@@ -253,7 +269,7 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="list the benches and exit")
     args = parser.parse_args()
     if args.list:
-        list_benches()
+        list_benches(last_times(args.out or ROOT / "out" / "bench.jsonl"))
         return 0
     if args.resume and args.out is None:
         parser.error("--resume needs --out: the file that has the results so far")

@@ -49,6 +49,8 @@ WORSE = 1.02
 """A neighbour whose sort key is worse than the leader's by this factor is not simulated."""
 ENOUGH = 12
 """Searches that must be affordable to go by floors; where they are not, leaders under `1f1b-eager` are searched."""
+WORTHWHILE = 0.995
+"""A leader is searched if its floor is below this share of the best: searched orders mostly are a few % above it."""
 NEAR_EAGER = 1.25
 """Those leaders are within this factor of the first: a searched order saves nothing in some plans and a fifth in
 others."""
@@ -96,6 +98,7 @@ def _best_when_screened(search: Search, entries: list[EstimatedCandidate]) -> No
             first.simulate(entry.candidate)
     finally:
         search.screened, search.refused, search.num_simulated = first.judged, first.refused, first.num_simulated
+        search.floors = first.floors
         best = first.best
         if best is not None:  # an interrupt leaves a result
             search.judged[best.candidate] = best
@@ -107,6 +110,9 @@ def _best_when_screened(search: Search, entries: list[EstimatedCandidate]) -> No
     for one in dict.fromkeys([ranking[0].candidate, *(o.candidate for o in [*leaders, *ranking])]):
         if len(search.played) >= LEAST and search.events >= PLAYED_EVENTS:
             break
+        least = min((search.score(played.judged) for played in search.played.values()), default=np.inf)
+        if first.floors.get(one, 0.0) >= WORTHWHILE * least:
+            continue
         search.events += search.tries * events(one)
         with suppress(InfeasibleError):
             search.play(one, search.tries)

@@ -43,10 +43,9 @@ WIDE = (
 """From a grid cell to its points, for a search with many tries."""
 NEAR = (Move(), Move(0, 1), Move(1, 0))
 """The same for a search with few tries."""
-MIN_TRIES = 12
-"""A grid point with fewer tries is not worth having."""
-MOST = 5
-"""At most so many times the points of one cell are used, the nearest. Few settings have more cells worth a look."""
+REACHES = ((288, WIDE, 120), (72, NEAR, 6), (36, NEAR, 3), (0, NEAR[:1], 1))
+"""Tries of a search, the points of a cell, and how many points are used at most, the nearest. A point with fewer than
+12 tries is not worth having. Few settings have more than 120 points that are worth a look."""
 SLACK = 5e-4
 """A cell whose bound is within this share of the best order so far is not worth a look."""
 
@@ -58,10 +57,9 @@ class Grid:
         self.setting = setting
         self.best_ns = best_ns
         """Of the fastest order so far, closed; whoever searches the points lowers it."""
-        self._moves = next((m for m in (WIDE, NEAR) if budget >= MIN_TRIES * len(m)), NEAR[:1])
+        self._moves, self._most = next((moves, most) for least, moves, most in REACHES if budget >= least)
         self._tries = max(1, budget // len(self._moves))
         self._sharings = [sharing for sharing in sharings if not sharing or setting.turns is not None]
-        self._most = 1 if len(self._moves) == 1 else MOST * len(self._moves)
 
     def points(self) -> Iterator[Setting]:
         """The points that are used, each once, each with the same number of tries wherever it is used."""
