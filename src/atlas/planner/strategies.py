@@ -107,13 +107,13 @@ def _best_when_screened(search: Search, entries: list[EstimatedCandidate]) -> No
         return
     kinds = {kind_of(one.candidate): one for one in reversed(ranking)}
     leaders = [one for one in kinds.values() if first.score(one) <= NEAR_EAGER * first.score(ranking[0])]
-    for one in dict.fromkeys([ranking[0].candidate, *(o.candidate for o in [*leaders, *ranking])]):
-        if len(search.played) >= LEAST and search.events >= PLAYED_EVENTS:
+    for num, one in enumerate(dict.fromkeys([ranking[0].candidate, *(o.candidate for o in [*leaders, *ranking])])):
+        if num >= LEAST and search.events >= PLAYED_EVENTS:
             break
+        search.events += search.tries * events(one)
         least = min((search.score(played.judged) for played in search.played.values()), default=np.inf)
         if first.floors.get(one, 0.0) >= WORTHWHILE * least:
             continue
-        search.events += search.tries * events(one)
         with suppress(InfeasibleError):
             search.play(one, search.tries)
 
