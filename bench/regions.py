@@ -23,7 +23,7 @@ from common.geo import MEASURED
 from common.report import Report
 from planner_sailor import DATA
 
-from atlas.catalogue.priors import _stand_ins, latency
+from atlas.catalogue.priors import latency, stand_ins
 from atlas.catalogue.rebuild import AWS_PLACES, rebuild
 from atlas.catalogue.rebuild import DATA as SHIPPED
 from atlas.catalogue.rebuild import throughput as grid_of
@@ -59,10 +59,11 @@ def throughput_errors() -> tuple[list[float], list[float]]:
     for out in grid:
         rest = [rate for a, row in grid.items() for b, rate in row.items() if out not in (a, b)]
         mean = statistics.mean(rest)
+        others = {name: row for name, row in grid.items() if name != out}
         for a, row in grid.items():
             for b, rate in row.items():
                 if out in (a, b):
-                    starts, ends = (_stand_ins(known[one], frozenset({out})) for one in (a, b))
+                    starts, ends = (stand_ins(known[one], others) for one in (a, b))
                     near = [grid[x][y] for x in starts for y in ends if y in grid[x]]
                     ours.append(abs(statistics.geometric_mean(near) / rate - 1))
                     naive.append(abs(mean / rate - 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import statistics
 from datetime import date
 from pathlib import Path
@@ -141,3 +142,12 @@ def test_an_unknown_region_suggests_the_nearest(given: str, suggested: str) -> N
     with pytest.raises(SpecError, match="Did you mean") as error:
         region(given, "--dc")
     assert suggested in str(error.value)
+
+
+def test_the_throughput_of_a_region_left_out_of_the_grid_is_near_the_measured_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "bench"))
+    ours, naive = importlib.import_module("regions").throughput_errors()
+    assert statistics.median(ours) <= 0.30
+    assert statistics.median(ours) < 0.5 * statistics.median(naive)

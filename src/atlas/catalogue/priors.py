@@ -9,6 +9,7 @@ Suez or America). Throughput of a pair that is not in the measured grid is that 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -105,7 +106,7 @@ def gbps(a: Region, b: Region) -> Prior:
     grid = throughput()
     if b.name in grid.get(a.name, {}):
         return Prior(grid[a.name][b.name], "measured in 2022-01 with 64 connections", "2022-01")
-    starts, ends = _stand_ins(a), _stand_ins(b)
+    starts, ends = stand_ins(a, grid), stand_ins(b, grid)
     found = [grid[x][y] for x in starts for y in ends if y in grid[x]]
     if not found:
         return Prior(None, "unknown: no measured pair is near")
@@ -114,9 +115,8 @@ def gbps(a: Region, b: Region) -> Prior:
     return Prior(round(value, 2), f"as {near}, +-{100 * THROUGHPUT_ERROR:.0f} % in 9 of 10 cases", "2022-01")
 
 
-def _stand_ins(a: Region) -> list[str]:
-    """The region itself if it was measured, else its nearest neighbours of the same cloud."""
-    grid = throughput()
+def stand_ins(a: Region, grid: Mapping[str, object]) -> list[str]:
+    """The region itself if it is in the grid of measured ones, else its nearest neighbours of the same cloud."""
     if a.name in grid:
         return [a.name]
     same = [one for one in grid if one.startswith(f"{a.cloud}:")]
