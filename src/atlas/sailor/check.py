@@ -71,7 +71,7 @@ def _check_replicas(inputs: Inputs, plan: SailorPlan, where: str) -> None:
             where=where,
             key="dp",
             value=[len(stage) for stage in plan.replicas],
-            rule="replica j of a stage sends to replica j of the next, so every stage needs as many replicas",
+            rule="replica j of a stage sends to replica j of the next: every stage needs the same number of them",
             remedy="Give each stage D replicas",
         )
     pools = {pool.end for pool in inputs.pools}
