@@ -163,13 +163,16 @@ class Service:
 
     @property
     def workers(self) -> list[int]:
-        """Process ids: the processes below service or training that have no children, without the network emulator."""
+        """Process ids: the processes below service or training that have no children, without the network emulator and
+        the processes in which a paced worker prefills, which end with it."""
         parents, found = dict[int, int](), list[int]()
         root = self._processes[-1].pid
         for folder in Path("/proc").iterdir():
             if folder.name.isdigit():
                 with contextlib.suppress(OSError):
-                    parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+                    name, _, rest = (folder / "stat").read_text().rpartition(")")
+                    if not name.endswith("(prefill"):
+                        parents[int(folder.name)] = int(rest.split()[1])
         for pid in parents.keys() - set(parents.values()):
             above = pid
             while above in parents and above != root:

@@ -136,6 +136,7 @@ def train_and_serve(
         return runs[0]
 
     def on_start(server: HttpServer) -> None:
+        parts.step_back()  # and the clients, whose threads start here; training has its own
         training = runs[0]
         in_background(_send_prompts, server, parts, training, requests, client, console)
         for number in range(WAITING):

@@ -18,6 +18,7 @@ MAX_MODULE_LINES, MAX_FUNCTION_LINES = 400, 60
 MAY_IMPORT = {
     "errors": set(),
     "lifetime": set(),
+    "priority": set(),
     "console": set(),
     "api": {"ir", "spec", "cost", "schedules", "evaluate", "planner", "view", "launch"},
     "ir": set(),
@@ -40,8 +41,8 @@ MAY_IMPORT = {
 }
 """`ir, spec <- cost <- sim <- schedules <- evaluate <- planner <- launch <- cli`; `planner <- sailor`;
 `ir <- weather <- spec, wan`; `ir <- wan <- runtime <- launch`; `spec <- runtime`;
-`spec, cost <- runtime`; `sim <- fabric <- launch`; `ir <- view <- cli`. Everybody may import `errors` and `lifetime`;
-`cli` and `commands` may import all. `console` is for command lines, BubbleTea's too."""
+`spec, cost <- runtime`; `sim <- fabric <- launch`; `ir <- view <- cli`. Everybody may import `errors`, `lifetime` and
+`priority`; `cli` and `commands` may import all. `console` is for command lines, BubbleTea's too."""
 FREE = {"cli", "commands", "__main__"}
 BUBBLETEA_MAY_IMPORT = {
     "costs": {"atlas.spec", "atlas.cost"},
@@ -71,8 +72,8 @@ BUBBLETEA_MAY_IMPORT = {
     "cli": {"atlas.cli"},
 }
 """`windows <- admit <- sim`; `frames <- kv_blocks <- kv_server <- prefill <- handoff <- serve`; `admit <- serve`;
-`handoff <- vllm`. Nobody imports Atlas's commands or planner. Everybody may import `atlas.errors` and
-`atlas.lifetime`."""
+`handoff <- vllm`. Nobody imports Atlas's commands or planner. Everybody may import `atlas.errors`, `atlas.lifetime` and
+`atlas.priority`."""
 BUBBLETEA_TORCH = {"kv_blocks", "kv_server", "prefill", "handoff", "serve", "vllm"}
 HEAVY = ("torch", "numba", "pydantic", "numpy", "rich")
 MAX_SECONDS = 0.3
@@ -115,7 +116,7 @@ def test_a_room_imports_only_what_lies_to_its_left(path: Path) -> None:
             assert own == "runtime", f"{path} imports torch: only runtime does"
         if parts[0] != "atlas" or own in FREE or own == "__init__" or len(parts) == 1:
             continue
-        rooms = {"__version__", "errors", "lifetime", own} | MAY_IMPORT[own]
+        rooms = {"__version__", "errors", "lifetime", "priority", own} | MAY_IMPORT[own]
         assert parts[1] in rooms, f"{own} may import {sorted(rooms)}, but {path.name} imports {name}"
 
 
@@ -137,7 +138,8 @@ def test_a_part_of_bubbletea_imports_only_what_lies_below_it(path: Path) -> None
         if parts[0] not in ("atlas", "bubbletea") or len(parts) == 1:
             continue
         part = f"atlas.{parts[1]}" if parts[0] == "atlas" else parts[1]
-        allowed = {own, "atlas.errors", "atlas.lifetime", "atlas.__version__"} | BUBBLETEA_MAY_IMPORT[own]
+        everybody = {"atlas.errors", "atlas.lifetime", "atlas.priority", "atlas.__version__"}
+        allowed = {own} | everybody | BUBBLETEA_MAY_IMPORT[own]
         assert part in allowed, f"bubbletea.{own} may import {sorted(allowed)}, but {path.name} imports {name}"
 
 

@@ -79,11 +79,14 @@ class TwoSites:
 
     @property
     def workers(self) -> list[int]:
-        """Process ids of the training workers: the leaves below the launcher, without the network emulator."""
+        """Process ids of the training workers: the leaves below the launcher, without the network emulator and the
+        processes in which paced workers prefill."""
         parents = dict[int, int]()
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+                name, _, rest = (folder / "stat").read_text().rpartition(")")
+                if not name.endswith("(prefill"):
+                    parents[int(folder.name)] = int(rest.split()[1])
         found = []
         for pid in parents.keys() - set(parents.values()):
             above = pid

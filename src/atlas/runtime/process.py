@@ -43,6 +43,7 @@ import torch
 import torch.fx.experimental.symbolic_shapes  # 0.8 s: the first backward would import it within a step
 
 from atlas.errors import AtlasError
+from atlas.priority import shorten_slices
 from atlas.runtime.assignment import Assignment
 from atlas.runtime.checkpoint import SaveId
 from atlas.runtime.circuits import WorkerCircuits
@@ -52,7 +53,7 @@ from atlas.runtime.hardware import make_device
 from atlas.runtime.kineto import KinetoRecorder
 from atlas.runtime.messages import MessageWriter, error_message
 from atlas.runtime.record import StepRecord
-from atlas.runtime.waits import load_filler
+from atlas.runtime.waits import Filler, load_filler
 from atlas.runtime.worker import Worker
 from atlas.wan.transport.stream_slot import Faults
 
@@ -170,7 +171,7 @@ def _work(assignment: Assignment, messages: TextIO, out: MessageWriter, follower
         out.send({"copied": [id.attempt, id.step]})
 
     began_s = time.monotonic()
-    device, filler = make_device(assignment.device), load_filler(assignment.filler)
+    filler, device = _filler(assignment), make_device(assignment.device)
     device_s = time.monotonic() - began_s
     device.on_failure(out.fail)
     worker = Worker(
@@ -218,6 +219,15 @@ def _end(worker: Worker, device: Device) -> dict[str, Any]:
         "peak_bytes": device.peak_bytes(),
         "start_s": worker.stage_set.times.seconds,
     }
+
+
+def _filler(assignment: Assignment) -> Filler | None:
+    """Before there are threads. Its work uses the cores of this host too: with short slices, threads of training get
+    one as soon as they wake up."""
+    filler = load_filler(assignment.filler, assignment.device)
+    if filler is not None:
+        shorten_slices()
+    return filler
 
 
 def _handle_all(messages: TextIO, worker: Worker, stop_control: StopControl, out: MessageWriter) -> None:

@@ -2,8 +2,8 @@
 input arrives. BubbleTea needs nothing else of a worker.
 
 A filler is named in the assignment and found among the entry points of the group `atlas.fillers`: a callable that
-takes its settings (a JSON object) and returns a Filler. A filler that fails is not called again, and training
-continues. Without a filler, waiting costs nothing extra.
+takes its settings (a JSON object, with the worker's `device`) and returns a Filler. A filler that fails is not called
+again, and training continues. Without a filler, waiting costs nothing extra.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from typing import Protocol, TypeVar
 
 from atlas.ir.program import Ints, Op, Program
 from atlas.runtime.assignment import FillerChoice, Json, find_filler
-from atlas.runtime.device import Device, Running, Span
+from atlas.runtime.device import Device, Paced, Running, Span
 from atlas.wan.security.credentials import Security
+from atlas.wan.transport.base import Handle
 
 T = TypeVar("T")
 log = logging.getLogger("atlas.waits")
@@ -40,6 +41,25 @@ class Pending(Protocol):
     def wait(self, timeout_s: float | None = None) -> object:
         """Return when it is done; raise its error, or a WorkerError after `timeout_s`."""
         ...
+
+
+class Arrival:
+    """Whether all inputs of an op have arrived."""
+
+    def __init__(self, handles: Sequence[Pending]) -> None:
+        self._handles = handles
+
+    def __call__(self) -> bool:
+        return all(handle.done for handle in self._handles)
+
+    def notify(self, wake: Callable[[], None]) -> bool:
+        """Call `wake` when an input arrives, on any thread. Returns False if some inputs can only be polled."""
+        if not all(isinstance(handle, Handle) for handle in self._handles):
+            return False
+        for handle in self._handles:
+            if isinstance(handle, Handle):
+                handle.on_done(lambda _: wake())
+        return True
 
 
 @dataclass(frozen=True)
@@ -90,6 +110,12 @@ class SharedDevice:
         """As `run`, but a device with a queue does not wait; call `settle` later."""
         return self._device.begin(work, cost_ns, time.monotonic_ns())
 
+    def occupied(self, span: Span) -> None:
+        """A filler's work runs in another process; a paced device is busy with it."""
+        if isinstance(self._device, Paced):
+            self._device.free_ns = max(self._device.free_ns, span.end_ns)
+        self._note(span)
+
     def settle(self, running: Running[object]) -> Span:
         """Wait for its end and record it."""
         span = running.wait()
@@ -104,7 +130,8 @@ class Filler(Protocol):
         """Once, before training starts."""
 
     def fill(self, position: Position, arrived: Callable[[], bool]) -> None:
-        """The worker is idle until `arrived()`. Return as soon as possible after that; returning at once is fine."""
+        """The worker is idle until `arrived()`. Return as soon as possible after that; returning at once is fine.
+        `arrived` may be an `Arrival`, which can wake the filler."""
 
     def waited(self, position: Position, began_ns: int, ended_ns: int) -> None:
         """The wait is over. Called for every op that can wait, also if it did not wait (began = ended)."""
@@ -145,11 +172,7 @@ class Waits:
 
     def _fill(self, position: Position, handles: Sequence[Pending]) -> int:
         """Let the filler use the wait; returns when the wait began."""
-
-        def arrived() -> bool:
-            return all(handle.done for handle in handles)
-
-        began_ns = time.monotonic_ns()
+        began_ns, arrived = time.monotonic_ns(), Arrival(handles)
         if not arrived():
             self._call(lambda filler: filler.fill(position, arrived))
         return began_ns
@@ -175,9 +198,9 @@ class Waits:
                 failed.close()  # its service must not count on this worker
 
 
-def load_filler(choice: FillerChoice | None) -> Filler | None:
-    """The filler of an assignment."""
+def load_filler(choice: FillerChoice | None, device: str = "") -> Filler | None:
+    """The filler of an assignment. It may fork this process, so this comes before threads."""
     if choice is None:
         return None
     make: Callable[[Json], Filler] = find_filler(choice.name).load()
-    return make(choice.settings)
+    return make({**choice.settings, "device": device})

@@ -52,11 +52,17 @@ class DecodeEngine:
 
     def __init__(self, served: Served) -> None:
         self.served = served
+        self._num_threads = 1 if served.config.width <= NARROW else torch.get_num_threads()
         self._decoder = load_whole(served)
         self._new: queue.SimpleQueue[_Running | None] = queue.SimpleQueue()
         self._running: deque[_Running] = deque()
         self._thread = threading.Thread(target=self._loop, daemon=True, name="bubbletea decode")
         self._thread.start()
+
+    @property
+    def thread_id(self) -> int:
+        """The kernel's."""
+        return self._thread.native_id or 0
 
     @property
     def num_running(self) -> int:
@@ -80,8 +86,7 @@ class DecodeEngine:
         self._thread.join()
 
     def _loop(self) -> None:
-        if self.served.config.width <= NARROW:
-            torch.set_num_threads(1)
+        torch.set_num_threads(self._num_threads)
         while True:
             while not self._running or not self._new.empty():
                 running = self._new.get()

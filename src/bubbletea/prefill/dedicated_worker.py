@@ -18,7 +18,7 @@ from atlas.lifetime import Lifeline
 from atlas.runtime.hardware import make_device
 from atlas.runtime.waits import Position, SharedDevice
 from bubbletea.prefill.joining import WorkerIdentity
-from bubbletea.prefill.plugin import BubbleTea
+from bubbletea.prefill.prefill_worker import PrefillWorker
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def main() -> int:
     Lifeline(sys.stdin.fileno())
     torch.set_num_threads(1)
     sys.setswitchinterval(0.0005)
-    filler = BubbleTea({"address": settings.address, "token_file": settings.token_file})
+    filler = PrefillWorker({"address": settings.address, "token_file": settings.token_file})
     device = SharedDevice(make_device(settings.device), lambda span: None)
     filler.open(WorkerIdentity(f"w{settings.worker}", settings.datacenter, settings.worker), device)
     gc.freeze()  # excluded from garbage collection, which could otherwise delay a piece
@@ -51,7 +51,7 @@ def main() -> int:
     return 0
 
 
-def run(filler: BubbleTea, settings: DedicatedWorker, steps: int = 2**62) -> None:
+def run(filler: PrefillWorker, settings: DedicatedWorker, steps: int = 2**62) -> None:
     """Periods start at multiples of their length, so that all workers of one machine are in step."""
     period_ns = int(settings.period_s * 1e9)
     step = time.monotonic_ns() // period_ns

@@ -98,7 +98,7 @@ class PrefillEngine:
         self._gone: list[_Offer] = []
         """Dropped; their memory is freed on the device's thread."""
         self.changed = threading.Event()
-        """Set when there may be a new piece to run."""
+        """Set when there may be a new piece to run; whoever waits for it clears it before looking."""
 
     # ---- from any thread ---------------------------------------------------------------------------------------
     def offer(self, task: PrefillTask, tokens: Sequence[int] = (), cached: Sequence[Tensor] = ()) -> None:
@@ -247,7 +247,6 @@ class PrefillEngine:
     def _next(self) -> _Offer | None:
         """The earliest due task that has memory and input."""
         self._forget_dropped()
-        self.changed.clear()
         with self._lock:
             offers = sorted(self._offers.values(), key=lambda o: (o.task.due_ns, o.task.job))
         is_full = False

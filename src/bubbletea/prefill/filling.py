@@ -13,14 +13,14 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from atlas.runtime.device import Running
-from atlas.runtime.waits import Position, SharedDevice
+from atlas.runtime.waits import Arrival, Position, SharedDevice
 from bubbletea.prefill.engine import BegunPiece, PrefillEngine
 from bubbletea.prefill.guard import Guard
 from bubbletea.prefill.job import PieceResult, PrefillPiece
 from bubbletea.prefill.throttle import Throttle
 
-IDLE_S = 0.001
-"""Polling interval of a wait without work."""
+IDLE_S, FOREVER_S = 0.001, float("inf")
+"""Polling interval of a wait without work: of an input that cannot wake the filler, and of one that does."""
 LOOK_S = 0.0001
 """Polling interval while the device's queue is full."""
 AHEAD, MOST = 2, 4
@@ -64,15 +64,17 @@ class Filling:
         self.stop_ns = 0
         """When pieces had to end in the last wait."""
 
-    def fill(self, position: Position, arrived: Callable[[], bool]) -> None:
-        """Runs pieces as long as they fit; without work, polls for work and for the input until the end."""
+    def fill(self, position: Position, arrived: Callable[[], bool], began_ns: int | None = None) -> None:
+        """Runs pieces as long as they fit; without work, waits for work and for the input until the end. `began_ns`:
+        when the wait began; None: now."""
         if self.throttle is not None and not self.throttle.may_fill(position.step):
             return
         share = min(self.share, 1.0 if self.throttle is None else self.throttle.share)
-        began_ns = time.monotonic_ns()
-        self.stop_ns = began_ns + int(share * self.guard.wait_ns(position.index, began_ns)) - self.margin_ns
-        if not self._fill_until(arrived):
-            self.engine.reconsider(lambda piece, cost_ns: began_ns + self._longer_ns(piece, cost_ns) <= self.stop_ns)
+        start_ns = time.monotonic_ns() if began_ns is None else began_ns
+        self.stop_ns = start_ns + int(share * self.guard.wait_ns(position.index, start_ns)) - self.margin_ns
+        idle_s = FOREVER_S if isinstance(arrived, Arrival) and arrived.notify(self.engine.changed.set) else IDLE_S
+        if not self._fill_until(arrived, idle_s):
+            self.engine.reconsider(lambda piece, cost_ns: start_ns + self._longer_ns(piece, cost_ns) <= self.stop_ns)
 
     @property
     def is_busy(self) -> bool:
@@ -86,10 +88,13 @@ class Filling:
         filled_ns, self.filled_ns = self.filled_ns, 0
         return filled_ns
 
-    def _fill_until(self, arrived: Callable[[], bool]) -> bool:
+    def _fill_until(self, arrived: Callable[[], bool], idle_s: float) -> bool:
         """Returns whether any piece was started."""
         begun = False
-        while not arrived():
+        while True:
+            self.engine.changed.clear()  # before the look at inputs and tasks, so that no change is missed
+            if arrived():
+                break
             self._settle()
             now_ns = time.monotonic_ns()
             if now_ns >= self.stop_ns:
@@ -99,7 +104,7 @@ class Filling:
             elif self._begin_one(now_ns):
                 begun = True
             else:
-                self.engine.changed.wait(min(LOOK_S if self._queue else IDLE_S, (self.stop_ns - now_ns) / 1e9))
+                self.engine.changed.wait(min(LOOK_S if self._queue else idle_s, (self.stop_ns - now_ns) / 1e9))
         return begun
 
     def _longer_ns(self, piece: PrefillPiece, host_ns: int) -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from atlas.priority import lower_priority
 from atlas.runtime.models.decoder import LayerRange
 from atlas.spec.job import Model
 from atlas.wan.security.credentials import Security
@@ -118,6 +119,14 @@ class Parts:
         if workers is None:
             return await self.connections.start(folder / "workers.sock")
         return await self.connections.listen(workers.host, workers.port, workers.security)
+
+    def step_back(self) -> None:
+        """Beside training on the same host: the event loop, whose thread calls this, and the decoder get a low
+        priority, and so do threads that they start."""
+        torch.set_num_threads(1)  # for copies of keys and values: other threads would spin between two of them
+        lower_priority()
+        if self.service.decoder is not None:
+            lower_priority(self.service.decoder.thread_id)
 
     async def close(self) -> None:
         await self.dispatcher.close()

@@ -87,6 +87,8 @@ def start(args: argparse.Namespace) -> int:
         return announced(meeting_folder(args.folder), args.dc, place)
 
     def on_start(server: HttpServer) -> None:
+        if trains:
+            parts.step_back()
         lanes = _counted([(lane.dc, len(lane.workers)) for lane in parts.lanes])
         print(
             f"{settings.name} at http://{args.host}:{server.port}/v1, hand-off at {parts.kv_server.address[0]}:"

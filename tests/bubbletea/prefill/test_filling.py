@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
+import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -14,9 +16,10 @@ from modelled_stream import MS, US, Stream, llama_on_h200, modelled_time
 from prefill_samples import LLAMA, Collector
 from torch import Tensor
 
-from atlas.runtime.device import Span
+from atlas.runtime.device import Paced, Span
 from atlas.runtime.models.block import KvSlab
-from atlas.runtime.waits import Position
+from atlas.runtime.waits import Arrival, Position, SharedDevice
+from atlas.wan.transport.base import Handle
 from bubbletea.prefill.arena import Arena
 from bubbletea.prefill.engine import PrefillEngine
 from bubbletea.prefill.filling import Filling
@@ -224,3 +227,23 @@ def test_idle_and_busy_times_add_up(training: list[Span], pieces: list[Span], ma
     found = attribute(Span(50, 900), training, pieces, waits)
     assert found.total == sum(at not in busy for at in range(50, 900))
     assert min(found.rows().values()) >= 0
+
+
+class CountedEvent(threading.Event):
+    num_waits = 0
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.num_waits += 1
+        return super().wait(timeout)
+
+
+def test_a_wait_without_work_sleeps_until_its_input_arrives() -> None:
+    engine = PrefillEngine(Idler(TINY, TINY.cuts((4,))[0], Arena(8 << 20, 64 << 20)), Collector(TINY, CHUNK))
+    engine.changed = events = CountedEvent()
+    filling = Filling(engine, Guard(0.25, {0: 60_000 * MS}), SharedDevice(Paced(), lambda span: None), MARGIN_NS)
+    handle = Handle("an input")
+    threading.Timer(0.2, handle.finish).start()
+    filling.fill(Position(0, 0), Arrival([handle]))
+    assert handle.done
+    assert time.monotonic_ns() - handle.end_ns < 20_000 * MS, "it woke up, long before the predicted end"
+    assert events.num_waits <= 2, "polling would wake up each millisecond"

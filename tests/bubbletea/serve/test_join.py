@@ -28,10 +28,10 @@ from atlas.schedules.classic import one_f_one_b
 from atlas.wan.security.certs import make_ca, make_node
 from atlas.wan.security.credentials import Credentials, Security
 from bubbletea.frames import MAX_GREETING
-from bubbletea.prefill import plugin
+from bubbletea.prefill import prefill_worker
 from bubbletea.prefill.meeting import ServicePlace, announced, find
 from bubbletea.prefill.messages import WorkerOrder
-from bubbletea.prefill.plugin import BubbleTea
+from bubbletea.prefill.prefill_worker import PrefillWorker
 from bubbletea.prefill.shard import Served
 from bubbletea.serve import http
 from bubbletea.serve.assemble import ServiceSettings, WorkersAt, assemble
@@ -47,9 +47,9 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "tiny.yaml"
 
 
 @contextmanager
-def training(folder: Path, security: Security | None = None) -> Iterator[BubbleTea]:
+def training(folder: Path, security: Security | None = None) -> Iterator[PrefillWorker]:
     """A worker that waits all the time, as `atlas train --filler bubbletea` has it."""
-    filler, over = BubbleTea({"folder": str(folder), "memory_mib": 32}), threading.Event()
+    filler, over = PrefillWorker({"folder": str(folder), "memory_mib": 32}), threading.Event()
     facts = WorkerFacts(
         "p0.s0", "here", 0, PROGRAM, (), np.zeros((1, 1), np.int64), "plan", security=security or Security()
     )
@@ -119,7 +119,7 @@ def expected(settings: ServiceSettings) -> list[str]:
 def test_a_service_comes_late_leaves_and_another_one_comes_with_certificates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plugin, "AGAIN_S", 0.02)
+    monkeypatch.setattr(prefill_worker, "AGAIN_S", 0.02)
     make_ca(tmp_path)
     make_node(tmp_path, "here")
     security = Security(Credentials.of_folder(tmp_path, "here/bubbletea"), ())
@@ -156,7 +156,7 @@ def test_a_worker_with_another_token_says_so_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such as an old copy of the service's file, on a host that does not share its folder."""
-    monkeypatch.setattr(plugin, "AGAIN_S", 0.02)
+    monkeypatch.setattr(prefill_worker, "AGAIN_S", 0.02)
     with service(tmp_path / "new"):
         place = find({"folder": str(tmp_path / "new")}, "here")
         assert place is not None
@@ -220,7 +220,7 @@ def test_a_second_service_of_a_datacenter_is_refused_while_the_first_listens(tmp
 def test_a_filler_that_fails_is_closed_and_not_called_again() -> None:
     calls = list[str]()
 
-    class Broken(BubbleTea):
+    class Broken(PrefillWorker):
         def fill(self, position: Position, arrived: object) -> None:
             raise MemoryError("out of memory")
 

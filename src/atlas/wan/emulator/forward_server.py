@@ -16,11 +16,11 @@ import numpy as np
 from numba import njit
 
 from atlas.lifetime import end_with_parent
+from atlas.priority import raise_priority
 from atlas.wan.emulator import forward as f
 from atlas.wan.emulator.emulated_net import answer
 from atlas.wan.emulator.lateness import NUM_BINS
 from atlas.wan.emulator.paths import UNCAPPED_QUEUE_BYTES, PathSpec, round_trip_bytes
-from atlas.wan.emulator.priority import raise_priority
 from atlas.wan.emulator.rivals import rival_tables, segment_bytes, start_rivals
 
 MAX_RING_BYTES = 256 << 20

@@ -15,12 +15,12 @@ import time
 from typing import Any
 
 from atlas.lifetime import end_with_parent
+from atlas.priority import raise_priority
 from atlas.wan.emulator.emulated_net import answer
 from atlas.wan.emulator.flows import LinkDirection, ProxiedConnection, TrunkDirection
 from atlas.wan.emulator.lateness import Histogram
 from atlas.wan.emulator.loop import RESET, ProxyLoop
 from atlas.wan.emulator.paths import PathSpec, path_between
-from atlas.wan.emulator.priority import raise_priority
 
 BACKLOG = 512
 """Connections that may wait to be accepted: more than any bench opens at once."""
