@@ -3,8 +3,7 @@
     train    `atlas train --emulate`, three datacenters, two pipelines: the iteration. Beside it the prediction with
              constants: the model's mean rate. Losses must be those of the run without weather, bit for bit
     bursts   64 MB of our transport between two namespaces (root), real TCP beside cross traffic: the time of arrival.
-             The prediction: the burst gets all that cross traffic leaves, and what the start of a burst costs on the
-             calm path, which is measured first
+             The prediction is the simulator's: the burst gets all that cross traffic leaves, and one latency
 
 A prediction under constants has no percentiles: all bursts take equally long. `--quick`: one draw, 6 bursts.
 """
@@ -55,8 +54,6 @@ pipelines_per_cell: 2
 STEPS, SLOWER = 12, 2
 """Slower than the job, so that six workers on a small host are on time."""
 BURST_BYTES, BURST_BPS, LATENCY_S = 64_000_000, 400e6, 0.02
-NUM_CALM, CALM_WINDOWS = 7, 220
-"""Bursts before the weather starts, about, and the windows in which there is none."""
 TRIES = 3
 """A burst during which other processes used the cores is repeated: the emulator comes first on them, the sender does
 not."""
@@ -106,7 +103,7 @@ def bursts(lines: Lines, num_bursts: int) -> None:
 
     def measure() -> None:
         model = random_model(1, BURST_BPS)
-        cross = np.concatenate([np.zeros(CALM_WINDOWS), drawn_cross(model, 0, (0, "a>b"), 6000)])
+        cross = drawn_cross(model, 0, (0, "a>b"), 6000)
         path = PathSpec(LATENCY_S, None, BURST_BPS, cross=tuple((cross / BURST_BPS).tolist()))
         took, said = burst_times(path, model, cross, num_bursts)
         rate = rows_of(model, model.cross_bps).rate.mean()
@@ -133,8 +130,7 @@ def burst_times(path: PathSpec, model: PathModel, cross: np.ndarray, num: int) -
         zero_ns = time.monotonic_ns()
         lab.net.restart_weather()
         lab.net.reset_lateness()
-        calm: list[float] = []
-        for _ in range(TRIES * (NUM_CALM + num)):
+        for _ in range(TRIES * num):
             time.sleep(rng.uniform(0, 1))
             others = Others()
             begin_ns, arrived, _ = move.run(1, BURST_BYTES)
@@ -142,18 +138,13 @@ def burst_times(path: PathSpec, model: PathModel, cross: np.ndarray, num: int) -
             if (cores := others.cores) > OTHERS_CORES:
                 print(f"# burst: {burst_s:.3f} s, void: other processes used {cores:.2f} cores", file=sys.stderr)
                 continue
-            if arrived[0] - zero_ns < CALM_WINDOWS * WINDOW_NS:
-                calm.append(burst_s - ideal_s)
-                continue
-            start_s = statistics.median(calm) if calm else 0.0
             took.append(burst_s)
-            said.append(ideal_s + start_s)
-            print(f"# burst: {burst_s:.3f} s, predicted {said[-1]:.3f} s", file=sys.stderr)
+            said.append(ideal_s)
+            print(f"# burst: {burst_s:.3f} s, predicted {ideal_s:.3f} s", file=sys.stderr)
             if len(took) == num:
                 break
         else:
             raise HostBusyError(f"{len(took)} of {num} bursts beside a quiet host")
-        print(f"# the start of a burst costs {1e3 * start_s:.0f} ms on the calm path", file=sys.stderr)
         lab.net.certify()
     return took, said
 
