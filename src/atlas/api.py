@@ -279,7 +279,7 @@ def plan(
     )  # fmt: skip
     families = find_families(planned, keep=keep, global_batch=batch, tries=tries, tick=progress)
     if confidence is not None:
-        families = confident(families, confidence, seed=seed, tick=progress)
+        families = confident(families, confidence, keep=keep, tries=tries, seed=seed, tick=progress)
     return PlanSearch(families.planned, families, break_even, progress, choices)
 
 

@@ -24,7 +24,7 @@ def test_a_plan_for_rough_weather_is_never_worse_at_its_percentile(tmp_path: Pat
     found = plan(stormy, tries=0, confidence=0.95, break_even=False)
     said = found.found.confident
     assert said is not None
-    assert said.percentile_s <= said.mean_choice_s
+    assert said.percentile_s <= said.constants_choice_s
     assert found.as_dict()["confidence"]["draws"] == said.draws
     again = plan(stormy, tries=0, confidence=0.95, break_even=False).found.confident
     assert again == said
@@ -33,3 +33,20 @@ def test_a_plan_for_rough_weather_is_never_worse_at_its_percentile(tmp_path: Pat
 def test_confidence_needs_a_model() -> None:
     with pytest.raises(SpecError, match="no link has a `model`"):
         plan(load_job(JOB), tries=0, confidence=0.9, break_even=False)
+
+
+def test_the_plan_by_constants_is_kept_unless_another_is_clearly_better(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = load_job(JOB)
+    capacity = job.cluster.wan.pair_gbps * 1e9
+    cross = np.where(np.arange(400) % 200 < 100, 0.0, 0.98) * capacity
+    save_model(tmp_path / "a.path", PathModel(capacity, 80e6, 1e7, cross, cross > 0))
+    stormy = override(job, [f"cluster.wan.model={tmp_path / 'a.path'}"])
+    by_constants = plan(job, tries=0, break_even=False).found.winner.candidate
+    monkeypatch.setattr("atlas.planner.confidence.CLEARLY", 10.0)
+    found = plan(stormy, tries=0, confidence=0.95, break_even=False).found
+    assert found.winner.candidate == by_constants
+    assert found.confident is not None
+    assert not found.confident.changed
+    assert found.confident.percentile_s == found.confident.constants_choice_s

@@ -43,8 +43,8 @@ class Confident:
     draws: int
     percentile_s: float
     """Of the chosen plan's iteration."""
-    mean_choice_s: float
-    """The same percentile of the plan that is best under the mean."""
+    constants_choice_s: float
+    """The same percentile of the plan that the links' constants choose, without weather."""
     changed: bool
     """Whether another plan was chosen."""
 
@@ -52,8 +52,8 @@ class Confident:
         percent = f"{100 * self.confidence:g}"
         chosen = f"{percent} % of {self.draws} draws of the weather take at most {self.percentile_s:.4g} s"
         if not self.changed:
-            return f"{chosen}; no other plan does better."
-        return f"{chosen}; of the plan that is best under the mean, at most {self.mean_choice_s:.4g} s."
+            return f"{chosen}; no other plan is clearly better."
+        return f"{chosen}; of the plan that the links' constants choose, at most {self.constants_choice_s:.4g} s."
 
 
 @dataclass(frozen=True, eq=False)
