@@ -84,6 +84,7 @@ def _table(sent: list[int], rtt: list[int]) -> PacketTable:
         (_table([1], [5]), "at least two packets"),
         (_table([0, 10**9], [5, 5]), "must cover at least 5 s"),
         (_table([0, 10**10], [LOST, LOST]), "every packet was lost"),
+        (_table([0, 10**10], [LOST, 10**6]), "only one packet arrived"),
         (_table(list(range(0, 10**10, 10**7)), [10**9, 10**6] * 500), "overtook others"),
     ],
 )

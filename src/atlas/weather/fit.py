@@ -102,9 +102,12 @@ def require_usable(table: PacketTable) -> None:
     if table.span_s > MAX_SPAN_DAYS * 86_400:
         remedy = "Remove older parts of the table, or rows whose time is wrong"
         raise _bad(where, "rows", f"{table.span_s / 86_400:.3g} days", f"may cover {MAX_SPAN_DAYS} days", remedy)
-    if table.lost.all():
-        raise _bad(where, "rtt_ns", "lost", "every packet was lost: nothing arrived", "Check that the path is up")
     arrived = ~table.lost
+    if (num_arrived := int(arrived.sum())) < 2:
+        rule = (
+            "every packet was lost: nothing arrived" if not num_arrived else "only one packet arrived, two are needed"
+        )
+        raise _bad(where, "rtt_ns", "lost", rule, "Check that the path is up")
     at_ns = table.sent_ns[arrived] + table.rtt_ns[arrived]
     overtook = float((np.diff(at_ns) < 0).mean()) if len(at_ns) > 1 else 0.0
     if overtook > REORDERED:
@@ -116,11 +119,15 @@ def _piece_warnings(table: PacketTable, pieces: list[tuple[int, int]]) -> list[s
     said = []
     if table.num_rows > len(table.sent_ns):
         said.append(f"{table.num_rows:,} rows: only the newest {len(table.sent_ns):,} are used")
-    for (_, end), after in pairwise(pieces):
-        least = [_least_ns(table.part(*piece)) / 1e6 for piece in ((0, end), after)]
+    num_rows = max(table.num_rows, len(table.sent_ns))
+    for before, after in pairwise(pieces):
+        old, least_ms = _with_method(table.part(*before), "peak"), _least_ns(table.part(*after)) / 1e6
+        row = num_rows - len(table.sent_ns) + before[1]
         said.append(
-            f"row {end}: the route changed: the least round trip went from {least[0]:.1f} to {least[1]:.1f} ms and "
-            "stayed. Each part is fitted separately; the file has the model of the last part"
+            f"row {row:,} of {num_rows:,}: the route changed: the least round trip went from {old.rtt_ns / 1e6:.1f} to "
+            f"{least_ms:.1f} ms and stayed. The rows before it are fitted separately ({old.capacity_bps / 1e6:.4g} "
+            f"Mbit/s, cross traffic {100 * old.mean_share:.0f} %); the file has the model of the rows after it. To "
+            "keep the older route, remove the rows after it"
         )
     arrived = table.rtt_ns[~table.lost] + table.sent_ns[~table.lost]
     if (overtook := int((np.diff(arrived) < 0).sum())) > 0:
@@ -296,12 +303,15 @@ def _limits(table: PacketTable, model: PathModel) -> list[str]:
         steady = len(flight) > 20 and np.percentile(flight, 95) < 1.2 * np.median(flight)
         held = f"its TCP window or its own rate limited it to {np.median(flight) / 1e3:.0f} KB in flight"
         why = held if steady else "no queue was ever seen"
-        said.append(f"the sender never filled the path ({why}): the capacity is only known to be at least this")
-        said.append("without a queue, cross traffic is not visible: the model has none")
+        said.append(
+            f"the sender never filled the path ({why}): the capacity and the buffer are only known to be at least "
+            "this, and cross traffic was not visible, so the model has none. To see more, fill the path with "
+            "`atlas wan probe --record`, or send more at once"
+        )
     elif not model.known.any() and model.method != "constant":
-        said.append("the queue was never busy for long enough: the model has no cross traffic")
-    if model.buffer_is_bound:
-        said.append("no packet was lost: the buffer is only known to be at least this")
+        said.append("the queue was never busy for long enough: the model has no cross traffic. Record at a higher rate")
+    if model.buffer_is_bound and not model.capacity_is_bound:
+        said.append("no packet was lost: the buffer is only known to be at least this. A faster sender would fill it")
     return said
 
 
