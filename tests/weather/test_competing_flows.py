@@ -15,6 +15,7 @@ from atlas.errors import AtlasError, SpecError
 from atlas.spec import load_job, override
 from atlas.wan.emulator.paths import PathSpec
 from atlas.wan.emulator.rivals import CWND, RING, SEGMENT_BYTES, advance_rivals, rival_tables, start_rivals
+from atlas.weather.elastic import LEAST_FALL, _falls
 from atlas.weather.fit import learn
 from atlas.weather.path_model import PathModel, load_model, save_model
 
@@ -62,9 +63,17 @@ def test_a_competing_flow_is_found(lead_s: float) -> None:
     assert longest_ns == pytest.approx(RTT_NS + BUFFER * 8e9 / CAPACITY_BPS, rel=0.05)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.2, 0.4, 0.6])
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.4, 0.6, 0.8])
 def test_traffic_that_does_not_react_is_not_taken_for_a_flow(share: float) -> None:
     assert learn(tcp_table(30.0, share=share)).model.rivals == 0
+
+
+def test_a_queue_that_drains_by_more_than_the_sender_gave_up_shows_a_flow() -> None:
+    crowded, alone = tcp_table(30.0, rivals=1, lead_s=3.0), tcp_table(30.0, share=0.6)
+    beside, steady = (_falls(table, learn(table, "pairs").model) for table in (crowded, alone))
+    assert np.median(beside) > LEAST_FALL
+    assert len(steady) >= 3
+    assert np.median(steady) == pytest.approx(0.3, abs=0.1), "CUBIC gives up 0.3 of its window"
 
 
 def test_traffic_that_stops_is_not_taken_for_a_flow() -> None:
