@@ -46,7 +46,8 @@ def run(args: argparse.Namespace) -> int:
     name, table = read_path(args.folder, args.path)
     learnt = learn(table, "pairs" if args.method == "gru" else args.method)
     if args.method == "gru":
-        learnt = replace(learnt, model=_gru(table))
+        said = "the share that it explains is that of --method pairs, from which the network starts"
+        learnt = replace(learnt, model=_gru(table), warnings=[*learnt.warnings, said])
     save_model(args.out, learnt.model)
     if args.page is not None:
         charts = path_charts(learnt.model, table)
