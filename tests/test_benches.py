@@ -15,7 +15,19 @@ sys.path.insert(0, str(BENCH))
 
 from common.claims import read_claims  # noqa: E402
 from common.report import MISSED, NOT_MEASURED, OK, Report, not_measured  # noqa: E402
-from run import BENCHES, QUICK_S, README, Outcome, ResultFile, quick_order, run, run_all, without_line  # noqa: E402
+from run import (  # noqa: E402
+    BENCHES,
+    QUICK_S,
+    README,
+    Outcome,
+    ResultFile,
+    last_times,
+    list_benches,
+    quick_order,
+    run,
+    run_all,
+    without_line,
+)
 
 SCRIPTS = sorted(path.stem for path in BENCH.glob("*.py") if path.stem != "run")
 
@@ -61,6 +73,16 @@ def test_an_interrupted_run_continues_with_the_next_bench(tmp_path: Path, capsys
     assert "bench/wan.py: its results are in" in capsys.readouterr().out
     other = ResultFile(tmp_path / "bench.jsonl", resume=False)
     assert not other.known, "a new run starts with an empty file"
+
+
+def test_the_list_has_the_times_of_the_last_run_and_marks_estimates(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ResultFile(tmp_path / "bench.jsonl", resume=False).add(Outcome("wan", 0, 600.0))
+    list_benches(last_times(tmp_path / "bench.jsonl"))
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert " 10.0 min" in lines["wan"]
+    assert f"~{BENCHES['engine'].minutes / 2:.1f} min" in lines["engine"]
 
 
 def test_every_claim_names_a_bench() -> None:
