@@ -19,6 +19,7 @@ from atlas.evidence.data_point import DataPoint, read_data_point
 from atlas.evidence.rank_trace import COLLECTIVES
 from atlas.evidence.recorder import EvidenceRecorder
 from atlas.evidence.run_folder import find_run
+from atlas.evidence.run_summary import run_summary
 from atlas.evidence.write_card import CARD, RunFacts, write_data_point
 from atlas.ir.analysis import bubbles
 from atlas.ir.timeline import Timeline
@@ -119,6 +120,7 @@ def test_the_card_of_a_slowed_run_says_so(tmp_path: Path, capsys: pytest.Capture
         for step in (1, 2, 3):
             event: StepEvent = {"step": step, "loss": 1.0, "tokens": 1, "iteration_s": 1.0}
             on_step(event, shifted(timeline, step * timeline.makespan_ns))
+    assert {("slowed", "every duration times 3")} < set(run_summary(saved).about)
     assert main(["card", str(saved), "--job", str(TINY), "--out", str(out)]) == 0
     card = yaml.safe_load((out / "workload_card.yaml").read_text())
     assert card["description"].endswith("every duration times 3.")

@@ -104,6 +104,9 @@ def _of_run(source: Path, files: RunFiles) -> RunSummary:
     ]
     shares = dict(zip(PARTS, (found["utilization"], waits["wan"], waits["peer"], waits["sync"]), strict=False))
     shares["fill and drain"] = waits["fill"] + waits["drain"]
+    slower, trained = timeline.meta.get("slower", 1), timeline.meta.get("trained", "")
+    unlike_job = [("slowed", f"every duration times {slower}")] if slower != 1 else []
+    unlike_job += [("model that ran", str(trained))] if trained else []
     shape = f"{program.num_pipelines} pipelines x {program.num_stages} stages, {program.num_microbatches} microbatches"
     return RunSummary(
         f"{timeline.meta.get('job') or name} ({program.name})",
@@ -118,6 +121,7 @@ def _of_run(source: Path, files: RunFiles) -> RunSummary:
             ("datacenters", ", ".join(dict.fromkeys(program.rank_dc))),
             ("shape", shape),
             ("timeline", f"the last {program.num_iterations} iterations"),
+            *unlike_job,
             *about,
         ],
     )
