@@ -228,12 +228,12 @@ def coordinator_kills(base: Path, num_kills: int, draw: random.Random) -> dict[s
             before = cluster.furthest() + draw.randrange(1, 2 * SAVE_EVERY)
             cluster.wait("steps before the kill", lambda step=before: cluster.furthest() >= step)  # type: ignore[misc]
             cluster.coordinator.kill()
-            known = said(cluster, "the coordinator was started again")
+            known = said(cluster, "the coordinator was restarted")
             cluster.coordinator = cluster.start_coordinator()
-            cluster.wait("the coordinator", lambda n=known: said(cluster, "the coordinator was started again") > n)  # type: ignore[misc]
+            cluster.wait("the coordinator", lambda n=known: said(cluster, "the coordinator was restarted") > n)  # type: ignore[misc]
         step, found = cluster.wait_saved(cluster.furthest())
         restarts = said(cluster, "Restart ") + said(cluster, "resumed from the checkpoint")
-        kept = said(cluster, "the coordinator was started again")
+        kept = said(cluster, "the coordinator was restarted")
         return {"saved": {step: found}, "losses": cluster.steps, "restarts": restarts, "kept": kept}
 
 
