@@ -1,7 +1,7 @@
 """GuideLLM, a public load generator, against `bubbletea serve`: the share of requests that are answered.
 
-    BUBBLETEA_GUIDELLM=/path/to/env/bin/guidellm python bench/load_generator.py [--requests 2000] [--clients 64]
-    BUBBLETEA_ROUTER=/path/to/env/bin/vllm-router  (and BUBBLETEA_GUIDELLM)  ... --part router
+    BUBBLETEA_GUIDELLM=/path/to/env/bin/guidellm BUBBLETEA_ROUTER=/path/to/env/bin/vllm-router \\
+      python bench/load_generator.py [--requests 2000] [--clients 64] [--part alone|router]
 
 - `alone`: four workers without training. GuideLLM never retries a refused request, so a single refusal is visible.
 - `router`: a stock vllm-router in front of the services of two datacenters, whose workers train together
@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common.report import Report, not_measured
+from common.report import Report
 from lab.router import TwoSites
 
 VARIABLE, ROUTER = "BUBBLETEA_GUIDELLM", "BUBBLETEA_ROUTER"
@@ -54,14 +54,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--clients", type=int, default=64)
-    parser.add_argument("--part", choices=("alone", "router"), default="alone")
+    parser.add_argument("--part", choices=("alone", "router"), help="default: both")
     args = parser.parse_args()
-    for variable in (VARIABLE, ROUTER) if args.part == "router" else (VARIABLE,):
-        if variable not in os.environ:
-            return not_measured("load_generator", f"set {variable} to that command of an environment that has it")
+    needed = {"alone": (VARIABLE,), "router": (VARIABLE, ROUTER)}
     figures = Report("GuideLLM's requests", "none lost, none refused, none answered twice")
-    with tempfile.TemporaryDirectory() as name:
-        (_alone if args.part == "alone" else _router)(figures, Path(name), args.requests, args.clients)
+    for part in (args.part,) if args.part else needed:
+        if missing := [variable for variable in needed[part] if variable not in os.environ]:
+            figures.void(part, f"set {missing[0]} to that command of an environment that has it")
+            continue
+        with tempfile.TemporaryDirectory() as name:
+            (_alone if part == "alone" else _router)(figures, Path(name), args.requests, args.clients)
     return figures.finish()
 
 
@@ -72,16 +74,16 @@ def _alone(figures: Report, folder: Path, num_requests: int, num_clients: int) -
         text=True,
     )
     try:
-        _report(figures, load(folder, url_of(service), num_requests, num_clients), num_requests)
+        _report(figures, "alone", load(folder, url_of(service), num_requests, num_clients), num_requests)
     finally:
         service.send_signal(signal.SIGINT)
         service.communicate(timeout=60)
 
 
-def _report(figures: Report, found: dict[str, Any], num_requests: int) -> None:
-    figures.figure("answered", found["successful"], "requests", at_least=num_requests)
-    figures.figure("refused or failed", found["errored"] + found["incomplete"], "requests", at_most=0)
-    figures.figure("a second", found["per_second"], "requests")
+def _report(figures: Report, part: str, found: dict[str, Any], num_requests: int) -> None:
+    figures.figure(f"{part}: answered", found["successful"], "requests", at_least=num_requests)
+    figures.figure(f"{part}: refused or failed", found["errored"] + found["incomplete"], "requests", at_most=0)
+    figures.figure(f"{part}: a second", found["per_second"], "requests")
 
 
 def url_of(service: subprocess.Popen[str]) -> str:
@@ -129,11 +131,11 @@ def _router(figures: Report, folder: Path, num_requests: int, num_clients: int) 
         killed = list[int]()
         killer = threading.Thread(target=_kill, args=(sites, num_requests, killed), daemon=True)
         killer.start()
-        _report(figures, load(folder, url, num_requests, num_clients), num_requests)
+        _report(figures, "router", load(folder, url, num_requests, num_clients), num_requests)
         killer.join(LOAD_S)
-        figures.figure("workers killed", sum(killed), "", at_least=len(KILLS) + 1)
+        figures.figure("router: workers killed", sum(killed), "", at_least=len(KILLS) + 1)
         answered = sites.counted("vllm:request_success_total")
-        figures.figure("answered twice", answered - num_requests, "requests", at_most=0)
+        figures.figure("router: answered twice", answered - num_requests, "requests", at_most=0)
         sites.wait_for_lanes()
         url = sites.start_router(os.environ[ROUTER], stack, num_retries=0)
         _retries(figures, url, sites, num_clients)
@@ -159,12 +161,13 @@ def _retries(figures: Report, url: str, sites: TwoSites, num_clients: int) -> No
     )
     found = asyncio.run(_ask_all(url, num_requests=6 * num_clients, num_clients=num_clients))
     came_back = {outcome: sites.counted("bubbletea:retries_total", outcome) - before[outcome] for outcome in before}
-    figures.figure("hurried requests answered", found["answered"], "requests", at_least=6 * num_clients)
-    figures.figure("refused with Retry-After", found["429"], "times", at_least=num_clients)
-    figures.figure("retries of a 429", found["retries"], "")
-    figures.figure("of these, admitted", 100 * (1 - found["429 again"] / max(1, found["retries"])), "%", at_least=95.0)
-    figures.figure("counted by the services: came back, admitted", came_back["admitted"], "")
-    figures.figure("counted by the services: came back, refused", came_back["refused"], "")
+    figures.figure("router: hurried requests answered", found["answered"], "requests", at_least=6 * num_clients)
+    figures.figure("router: refused with Retry-After", found["429"], "times", at_least=num_clients)
+    figures.figure("router: retries of a 429", found["retries"], "")
+    admitted = 100 * (1 - found["429 again"] / max(1, found["retries"]))
+    figures.figure("router: of these, admitted", admitted, "%", at_least=95.0)
+    figures.figure("router: counted by the services: came back, admitted", came_back["admitted"], "")
+    figures.figure("router: counted by the services: came back, refused", came_back["refused"], "")
 
 
 async def _ask_all(url: str, num_requests: int, num_clients: int) -> Counter[str]:

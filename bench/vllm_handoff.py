@@ -8,8 +8,8 @@ bfloat16 two correct engines already disagree on a random model's tokens, so the
 first token's log-probabilities from vLLM's own: handed over, from our own prefill, and with corrupted keys. Exits with
 77 if no vLLM is named.
 
-`--faults N`: only N hand-offs of which a worker is killed in the fetch, the lease has expired, the seal or the layers
-are wrong. vLLM must compute them itself: the same tokens, and one warning each.
+In float32 also 200 hand-offs of which a worker is killed in the fetch, the lease has expired, the seal or the layers
+are wrong. vLLM must compute them itself: the same tokens, and one warning each. `--faults N`: only N of these.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from vllm_lab import (
 from atlas.runtime.models import generate
 
 LENGTHS = [129, 130, 200, 255, 256, 257, 300, 383, 384, 385, 400, 511, 512, 513, 600, 700, 777, 896, 950, 1000]
-NUM_TOKENS = 24
+NUM_TOKENS, NUM_FAULTS = 24, 200
 LONG = 1900
 WARNING = "BubbleTea: "
 
@@ -85,6 +85,8 @@ def _measure(lines: Lines, python: str, work: Path, dtype: str, num_faults: int 
         _tokens(lines, server, prefiller, dtype)
         _distances(lines, server, prefiller, dtype)
         _times(lines, server, prefiller, dtype)
+        if dtype == "float32":
+            _faults(lines, server, prefiller, NUM_FAULTS)
 
 
 def _faults(lines: Lines, server: VllmServer, prefiller: Prefiller, count: int) -> None:
