@@ -102,6 +102,8 @@ class Dispatcher:
         self._runs: dict[int, _PrefillRun] = {}
         self._by_request: dict[str, _PrefillRun] = {}
         self._ticker: asyncio.Task[None] | None = None
+        self.on_lanes: Callable[[int], None] = lambda num_lanes: None
+        """Called with the number of usable lanes when it may have changed."""
         connections.listener = self
 
     def start(self) -> None:
@@ -262,6 +264,7 @@ class Dispatcher:
         now_ns = time.monotonic_ns()
         self.planner.set_alive((m.worker for m in self.connections.members.values() if m.ready), now_ns)
         self.metrics.lanes(self.planner.num_lanes)
+        self.on_lanes(self.planner.num_lanes)
         self._follow(self.planner.advance(now_ns))
 
     def block(self, job: int, attempt: int, block: KvBlock) -> None:

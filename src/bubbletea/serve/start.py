@@ -92,9 +92,10 @@ def start(args: argparse.Namespace) -> int:
         lanes = _counted([(lane.dc, len(lane.workers)) for lane in parts.lanes])
         print(
             f"{settings.name} at http://{args.host}:{server.port}/v1, hand-off at {parts.kv_server.address[0]}:"
-            f"{parts.kv_server.address[1]}; {lanes}. /health reports when the workers are ready",
+            f"{parts.kv_server.address[1]}; {lanes}",
             flush=True,
         )
+        parts.dispatcher.on_lanes = _Readiness(len(parts.lanes))
         if args.ui or args.ui_at is not None:
             print(f"the page is at {stack.enter_context(live_page(args, *_run_of(args), server.port))}", flush=True)
         if trains:
@@ -104,6 +105,22 @@ def start(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         asyncio.run(run(parts, where, workers, on_start))
     return 0
+
+
+class _Readiness:
+    """Prints when requests can be answered, when all lanes are there, and when the last one is gone."""
+
+    def __init__(self, num_all: int) -> None:
+        self._num_all, self._num_last = num_all, 0
+
+    def __call__(self, num_lanes: int) -> None:
+        before, self._num_last = self._num_last, num_lanes
+        if num_lanes == before:
+            return
+        if num_lanes == 0:
+            print("no lane is left: requests are refused until workers return", flush=True)
+        elif before == 0 or num_lanes == self._num_all:
+            print(f"ready: {num_lanes} of {self._num_all} lane{'s' * (self._num_all > 1)}", flush=True)
 
 
 def _counted(lanes: list[tuple[str, int]]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -86,3 +87,20 @@ def test_the_folder_is_private_to_the_user() -> None:
     with private_folder() as folder:
         assert folder.stat().st_mode & 0o777 == 0o700
     assert not folder.exists()
+
+
+def test_serve_says_when_it_is_ready_and_when_no_lane_is_left() -> None:
+    command = [sys.executable, "-m", "bubbletea.cli", "serve", "--alone", "1", "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as service:
+        assert service.stdout is not None
+        said = iter(service.stdout.readline, "")
+        try:
+            assert "1 lane of 1 worker in" in next(said)
+            assert next(said) == "ready: 1 of 1 lane\n"
+            [worker] = Path(f"/proc/{service.pid}/task/{service.pid}/children").read_text(encoding="ascii").split()[-1:]
+            os.kill(int(worker), signal.SIGKILL)
+            assert next(said) == "no lane is left: requests are refused until workers return\n"
+            assert next(said) == "ready: 1 of 1 lane\n"
+        finally:
+            service.terminate()
+            service.wait(60)
