@@ -232,6 +232,7 @@ def coordinator_kills(base: Path, num_kills: int, draw: random.Random) -> dict[s
             cluster.coordinator = cluster.start_coordinator()
             cluster.wait("the coordinator", lambda n=known: said(cluster, "the coordinator was restarted") > n)  # type: ignore[misc]
         step, found = cluster.wait_saved(cluster.furthest())
+        cluster.wait("the report of the saved step", lambda: cluster.furthest() >= step)
         restarts = said(cluster, "Restart ") + said(cluster, "resumed from the checkpoint")
         kept = said(cluster, "the coordinator was restarted")
         return {"saved": {step: found}, "losses": cluster.steps, "restarts": restarts, "kept": kept}
@@ -293,6 +294,8 @@ def compare(report: Report, found: list[tuple[str, dict[str, Any]]], base: Path)
         report.figure(f"{name}: workers went on", sum(part["kept"] for part in kills), "times")
         report.figure(f"{name}: restarts of workers", sum(part["restarts"] for part in kills), "", at_most=0)
         equal(kills, name)
+        wrong = sum(losses[step] != loss for part in kills for step, loss in part["losses"].items())
+        report.figure(f"{name}: steps with another loss", wrong, "steps", at_most=0)
 
 
 def read_piece(file: Path) -> list[tuple[str, dict[str, Any]]]:
