@@ -166,7 +166,7 @@ def require_room_together(launchers: Sequence[LauncherRoom]) -> None:
             need = sum(host_bytes(mate.needs, mate.device) for mate in mates)
             # The highest: workers of an earlier attempt may have been ending when the others looked.
             free = max((mate.free_bytes for mate in mates if mate.free_bytes is not None), default=None)
-            names = ", ".join(mate.name for mate in mates)
+            names = ", ".join(sorted(mate.name for mate in mates))  # they register in any order
             _require(need, free, f"that is free on the host of {names}, for {sum(len(m.needs) for m in mates)} workers")
 
 
