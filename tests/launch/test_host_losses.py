@@ -189,10 +189,12 @@ def test_one_worker_of_a_launcher_deletes_old_saves(tmp_path: Path, monkeypatch:
         send(self, name, message)
 
     monkeypatch.setattr(WorkerProcesses, "send", noted)
-    run = run_datacenters(hosts_job(tmp_path), {"east": tmp_path / "east"}, train_options(8, save_every=2))
+    run = run_datacenters(hosts_job(tmp_path), {"east": tmp_path / "east"}, train_options(12, save_every=2))
     assert run.codes == {"east": 0}
     assert prunes == {"p0.s0": True, "p1.s0": False}
-    assert [id.step for id in complete_ids([LocalStore(tmp_path / "east" / "own")])] == [4, 6, 8]
+    kept = [id.step for id in complete_ids([LocalStore(tmp_path / "east" / "own")])]
+    assert kept[-3:] == [8, 10, 12]
+    assert len(kept) <= 4  # the other worker may complete the last save after the old ones were deleted
 
 
 def test_a_spare_has_no_number_and_a_datacenter_of_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
