@@ -49,9 +49,9 @@ def shorten_slices() -> bool:
 
 
 def lower_priority(thread: int = 0) -> None:
-    """Of this thread and those that it starts, or of another thread of this process."""
+    """Of this thread and those that it starts, or of another thread of this process. Never raises it."""
     with contextlib.suppress(OSError, AttributeError):
-        os.setpriority(os.PRIO_PROCESS, thread, NICENESS)
+        os.setpriority(os.PRIO_PROCESS, thread, max(NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))
 
 
 def lower_process_priority() -> None:
