@@ -7,7 +7,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Tests that only compute are distributed one by one; tests that measure time or start processes, file by file.
 ROOMS := $(addprefix tests/,ir spec cost sim schedules evaluate planner sailor bubbletea/admit bubbletea/sim bubbletea/windows runtime/models)
 
-.PHONY: demo test smoke check bench bench-quick docs test-slow chromium clean
+.PHONY: demo test smoke check bench bench-quick bench-full docs test-slow chromium clean
 
 demo: .venv/runtime
 	$(BIN)/python examples/demo.py
@@ -26,6 +26,9 @@ check: .venv/dev
 
 bench: .venv/dev
 	$(BIN)/python bench/run.py --out out/bench.jsonl --resume
+
+bench-full: .venv/dev
+	$(BIN)/python bench/run.py --full --out out/bench-full.jsonl --resume
 
 bench-quick: .venv/dev
 	$(BIN)/python bench/run.py --quick --out out/bench-quick.jsonl

@@ -1,16 +1,20 @@
-"""Run every bench, one after another, and print one table: what `make bench` and `make bench-quick` call.
+"""Run every bench, one after another, and print one table: what `make bench`, `bench-quick` and `bench-full` call.
 
-    python bench/run.py [--quick] [--only NAME ...] [--out FILE] [--resume]
+    python bench/run.py [--quick | --full] [--only NAME ...] [--out FILE] [--resume]
     python bench/run.py --list
+
+Most benches have two forms. The quick one takes seconds to five minutes and prints the same lines for fewer cases; the
+full one has the number of cases that the docs state. Without a flag every bench runs in its quick form, about an hour
+on two cores. `--quick` stops after 15 minutes, with the figures of the README first. `--full` takes hours.
 
 A bench prints one JSON line per figure (bench/common/report.py). This script collects the lines, shows which bars were
 missed and what could not be measured here, and checks that every line named in docs/claims.md was printed. The exit
 status is 1 if a bar was missed, a bench crashed or a claim has no line.
 
-`--list` gives the time of each bench: as measured in FILE (default out/bench.jsonl) or in an earlier run on two cores,
-or, after `~`, an estimate: half of its time limit. The last line has the sum. FILE gets the lines of each bench as it
-ends, so an interrupted run continues with --resume: it skips the benches that FILE has results of, from the same
-commit.
+`--list` gives the time of each form. The full one: as measured in FILE (default out/bench-full.jsonl) or in an earlier
+run on two cores, or, after `~`, an estimate: half of its time limit. The last line has the sums. FILE gets the lines of
+each bench as it ends, so an interrupted run continues with --resume: it skips the benches that FILE has results of,
+from the same commit and in the same form.
 """
 
 from __future__ import annotations
@@ -50,9 +54,15 @@ class Bench:
     quick_s: float
     """Expected time of the quick form on two idle cores; its limit is three times that, at least a minute."""
     quick: tuple[str, ...] | None = ("--quick",)
-    """Arguments of the quick form; None: the script has no quick form."""
+    """Arguments of the quick form; None: the script has one form, and `--quick` leaves it out."""
     measured_s: float | None = None
     """Time of the full form in a run on two cores."""
+
+    def arguments(self, full: bool) -> tuple[str, ...]:
+        return () if full or self.quick is None else self.quick
+
+    def limit_min(self, full: bool) -> float:
+        return self.minutes if full or self.quick is None else max(1.0, self.quick_s / 20)
 
 
 BENCHES: dict[str, Bench] = {
@@ -191,8 +201,8 @@ def without_line(claims: list[Claim], outcomes: list[Outcome]) -> list[Claim]:
 class ResultFile:
     """The results of benches as JSON lines: those of the file, if it is to be continued, and those added."""
 
-    def __init__(self, path: Path, resume: bool) -> None:
-        self.path, self.known = path, dict[str, Outcome]()
+    def __init__(self, path: Path, resume: bool, full: bool) -> None:
+        self.path, self.full, self.known = path, full, dict[str, Outcome]()
         git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
         self.commit = git.stdout.strip() or "unknown"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -200,35 +210,37 @@ class ResultFile:
             path.write_text("")
         for line in path.read_text().splitlines() if path.exists() else []:
             row = json.loads(line)
-            if row.get("commit") == self.commit and "status" in row:
+            if (row.get("commit"), row.get("full")) == (self.commit, full) and "status" in row:
                 self.known[row["bench"]] = Outcome(row["bench"], row["status"], row["seconds"], row["lines"])
 
     def add(self, one: Outcome) -> None:
-        row = {"bench": one.name, "commit": self.commit, "status": one.status, "seconds": one.seconds}
+        row = {"bench": one.name, "commit": self.commit, "full": self.full, "status": one.status}
+        row["seconds"] = one.seconds
         with self.path.open("a") as file:
             file.write(json.dumps(row | {"lines": one.lines}) + "\n")
 
 
 def last_times(path: Path) -> dict[str, float]:
-    """Seconds by bench, as the last run wrote them, whatever its commit."""
+    """Seconds of full forms by bench, as the last run wrote them, whatever its commit."""
     rows = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
-    return {row["bench"]: row["seconds"] for row in rows}
+    return {row["bench"]: row["seconds"] for row in rows if row.get("full")}
 
 
 def list_benches(measured_s: dict[str, float]) -> None:
     """One line per bench: the times of its full and quick form, and the first sentence of its docstring."""
-    total_s = known_s = 0.0
+    total_s = known_s = quick_s = 0.0
     print(f"{'bench':<18} {'full':>8} {'quick':>6}")
     for name, bench in BENCHES.items():
         summary = (ast.get_docstring(ast.parse((HERE / f"{name}.py").read_text())) or "").split("\n\n")[0]
         first = " ".join(summary.split()).split(". ")[0].rstrip(".:")
         found_s = measured_s.get(name, bench.measured_s)
         seconds = 30 * bench.minutes if found_s is None else found_s
-        total_s, known_s = total_s + seconds, known_s + (found_s or 0.0)
+        total_s, known_s, quick_s = total_s + seconds, known_s + (found_s or 0.0), quick_s + bench.quick_s
         full = f"{'~' if found_s is None else ''}{seconds / 60:.1f} min"
         quick = "-" if bench.quick is None else f"{bench.quick_s:.0f} s"
         print(f"{name:<18} {full:>8} {quick:>6}  {first}")
-    print(f"all: {total_s / 3600:.1f} h, of which {known_s / 3600:.1f} h were measured; the rest is an estimate")
+    print(f"all quick forms: {quick_s / 60:.0f} min")
+    print(f"all full forms: {total_s / 3600:.1f} h, of which {known_s / 3600:.1f} h were measured, the rest estimated")
 
 
 def quick_order() -> list[str]:
@@ -237,8 +249,8 @@ def quick_order() -> list[str]:
     return sorted(names, key=lambda name: (name not in README, BENCHES[name].quick_s))
 
 
-def run_all(names: list[str], quick: bool, budget_s: float, out: ResultFile | None = None) -> list[Outcome]:
-    """Run benches in order. A bench that would end after the budget is left out, and named."""
+def run_all(names: list[str], full: bool, budget_s: float, out: ResultFile | None = None) -> list[Outcome]:
+    """Run benches in order. A quick form that would end after the budget is left out, and named."""
     began, outcomes, left_out = time.monotonic(), list[Outcome](), list[str]()
     for number, name in enumerate(names, 1):
         if out is not None and name in out.known:
@@ -246,12 +258,12 @@ def run_all(names: list[str], quick: bool, budget_s: float, out: ResultFile | No
             outcomes.append(out.known[name])
             continue
         bench = BENCHES[name]
-        if quick and time.monotonic() - began + bench.quick_s > budget_s:
+        if not full and time.monotonic() - began + bench.quick_s > budget_s:
             left_out.append(name)
             continue
-        arguments = (bench.quick or ()) if quick else ()
+        arguments = bench.arguments(full)
         print(f"[{number}/{len(names)}] bench/{name}.py {' '.join(arguments)}", flush=True)
-        outcomes.append(run(name, arguments, max(1.0, bench.quick_s / 20) if quick else bench.minutes))
+        outcomes.append(run(name, arguments, bench.limit_min(full)))
         if out is not None:
             out.add(outcomes[-1])
     table(outcomes)
@@ -262,20 +274,22 @@ def run_all(names: list[str], quick: bool, budget_s: float, out: ResultFile | No
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="run the short forms, for at most 15 minutes")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--quick", action="store_true", help="run quick forms for at most 15 minutes")
+    size.add_argument("--full", action="store_true", help="run full forms: all cases that the docs state")
     parser.add_argument("--only", nargs="+", choices=tuple(BENCHES), help="run only these benches")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write results to FILE as benches end, as JSON lines")
     parser.add_argument("--resume", action="store_true", help="skip benches that FILE has results of, from this commit")
     parser.add_argument("--list", action="store_true", help="list the benches and exit")
     args = parser.parse_args()
     if args.list:
-        list_benches(last_times(args.out or ROOT / "out" / "bench.jsonl"))
+        list_benches(last_times(args.out or ROOT / "out" / "bench-full.jsonl"))
         return 0
     if args.resume and args.out is None:
         parser.error("--resume needs --out: the file that has the results so far")
     names = args.only or (quick_order() if args.quick else list(BENCHES))
-    out = None if args.out is None else ResultFile(args.out, args.resume)
-    outcomes = run_all(names, args.quick, float("inf") if args.only else QUICK_S, out)
+    out = None if args.out is None else ResultFile(args.out, args.resume, args.full)
+    outcomes = run_all(names, args.full, QUICK_S if args.quick and not args.only else float("inf"), out)
     silent = [] if args.quick else without_line(read_claims(ROOT / "docs" / "claims.md"), outcomes)
     for claim in silent:
         print(f"docs/claims.md: bench/{claim.bench}.py printed no line {claim.line!r}")

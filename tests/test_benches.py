@@ -60,25 +60,26 @@ def test_the_figures_of_the_readme_fit_into_the_quick_run() -> None:
 
 
 def test_a_bench_that_would_end_after_the_budget_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_all(["wan", "testbed"], quick=True, budget_s=1.0) == []
+    assert run_all(["wan", "testbed"], full=False, budget_s=1.0) == []
     assert "left out" in capsys.readouterr().out
 
 
 def test_an_interrupted_run_continues_with_the_next_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    kept = ResultFile(tmp_path / "bench.jsonl", resume=True)
+    kept = ResultFile(tmp_path / "bench.jsonl", resume=True, full=False)
     kept.add(Outcome("wan", 0, 60.0, [{"name": "a line", "ok": True}]))
-    again = ResultFile(tmp_path / "bench.jsonl", resume=True)
-    (outcome,) = run_all(["wan"], quick=False, budget_s=0.0, out=again)
+    again = ResultFile(tmp_path / "bench.jsonl", resume=True, full=False)
+    (outcome,) = run_all(["wan"], full=False, budget_s=0.0, out=again)
     assert outcome == Outcome("wan", 0, 60.0, [{"name": "a line", "ok": True}])
     assert "bench/wan.py: its results are in" in capsys.readouterr().out
-    other = ResultFile(tmp_path / "bench.jsonl", resume=False)
+    assert not ResultFile(tmp_path / "bench.jsonl", resume=True, full=True).known, "a quick form is no full one"
+    other = ResultFile(tmp_path / "bench.jsonl", resume=False, full=False)
     assert not other.known, "a new run starts with an empty file"
 
 
 def test_the_list_has_the_times_of_the_last_run_and_marks_estimates(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ResultFile(tmp_path / "bench.jsonl", resume=False).add(Outcome("wan", 0, 600.0))
+    ResultFile(tmp_path / "bench.jsonl", resume=False, full=True).add(Outcome("wan", 0, 600.0))
     list_benches(last_times(tmp_path / "bench.jsonl"))
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
     assert " 10.0 min" in lines["wan"]
