@@ -27,8 +27,9 @@ from typing import Any, ClassVar
 import yaml
 from common.report import Report
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "launch"))
-from multi_dc_runs import free_port
+from free_ports import free_port
 
 from atlas.ir.text import from_text
 from atlas.launch.agent import Agent, AgentSettings, _Attempt, _role

@@ -37,8 +37,9 @@ from typing import Any
 import yaml
 from common.report import Report
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "launch"))
-from multi_dc_runs import free_port
+from free_ports import free_port
 
 from atlas.errors import AtlasError
 from atlas.runtime.checkpoint import LocalStore, choose, complete_ids, load_layers

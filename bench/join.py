@@ -30,9 +30,11 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "launch"))
 from common.report import Report
-from multi_dc_runs import free_port, hashes
+from free_ports import free_port
+from multi_dc_runs import hashes
 
 from atlas.wan.security.certs import make_ca, make_node
 

@@ -44,8 +44,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "launch"))
 from common.report import Report, not_measured
+from free_ports import free_port
 from lab.sites import DNAT, FILTERED, MASQUERADE, PORTS, PUBLIC, Site, Sites, certificates, is_local, missing
-from multi_dc_runs import free_port, hashes
+from multi_dc_runs import hashes
 from process_trees import below
 
 from atlas.wan.emulator.paths import PathSpec

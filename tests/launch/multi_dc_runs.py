@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-import random
 import signal
-import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -15,6 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import yaml
+from free_ports import free_port
 
 from atlas.commands.train_dc import agent_name
 from atlas.launch import multi_dc
@@ -60,28 +59,6 @@ def write_job(folder: Path, *datacenters: str, **options: Any) -> Job:
     folder.mkdir(parents=True, exist_ok=True)
     file.write_text(job_text(*datacenters, **options))
     return load_job(file)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
-def free_ports(length: int, count: int) -> list[int]:
-    """The first ports of so many free ranges, below those that the kernel gives away."""
-    found: list[int] = []
-    for first in random.Random(os.getpid()).sample(range(20_000, 32_000, length), 200):
-        if len(found) < count and not any(map(is_taken, range(first, first + length))):
-            found.append(first)
-    return found
-
-
-def is_taken(port: int) -> bool:
-    try:
-        with socket.create_server(("127.0.0.1", port)):
-            return False
-    except OSError:
-        return True
 
 
 @dataclass

@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from multi_dc_runs import Run, free_port, free_ports, job_text, run_datacenters, train_options, write_job
+from free_ports import free_port, free_ports
+from multi_dc_runs import Run, job_text, run_datacenters, train_options, write_job
 
 from atlas.cli import main
 from atlas.errors import AtlasError

@@ -6,7 +6,6 @@ import contextlib
 import json
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +18,7 @@ from typing import Any
 
 import pytest
 import yaml
+from free_ports import free_port
 
 import atlas
 from atlas.ir.analysis import link_utilization
@@ -91,12 +91,6 @@ def test_dashboards_have_distinct_panels_inside_the_grid() -> None:
 # ---- with Debian's prometheus -----------------------------------------------------------------------------------
 JOB = "examples/tiny.yaml"
 WITHIN_S = 240.0
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 @contextlib.contextmanager

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import yaml
-from multi_dc_runs import Run, TrackedAgent, free_port, hashes, run_datacenters, train_options
+from free_ports import free_port
+from multi_dc_runs import Run, TrackedAgent, hashes, run_datacenters, train_options
 
 from atlas.cli import main
 from atlas.errors import AtlasError

@@ -15,14 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from free_ports import free_port, free_ports, is_taken
 from multi_dc_runs import (
     LIMIT_S,
     OPTIONS,
     Run,
-    free_port,
-    free_ports,
     hashes,
-    is_taken,
     job_text,
     losses_alone,
     run_datacenters,

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from multi_dc_runs import free_port, write_job
+from free_ports import free_port
+from multi_dc_runs import write_job
 
 from atlas.cli import main
 from atlas.launch import multi_dc

@@ -9,7 +9,8 @@ import threading
 from pathlib import Path
 
 import pytest
-from multi_dc_runs import free_port, free_ports, job_text
+from free_ports import free_port, free_ports
+from multi_dc_runs import job_text
 
 from atlas.cli import main
 from atlas.launch.check_report import compiled, matrix, spans

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from multi_dc_runs import Run, free_port, hashes, hashes_of, run_datacenters, train_options, write_job
+from free_ports import free_port
+from multi_dc_runs import Run, hashes, hashes_of, run_datacenters, train_options, write_job
 from s3_servers import ABSENT, served
 
 from atlas.runtime.checkpoint import complete_ids

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from multi_dc_runs import LIMIT_S, free_port, job_text
+from free_ports import free_port
+from multi_dc_runs import LIMIT_S, job_text
 from process_trees import GONE_S, below, command_of, is_alive, require_gone
 
 from atlas.launch.forkserver import Child, ForkServer

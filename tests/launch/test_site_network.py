@@ -8,7 +8,8 @@ import socket
 from pathlib import Path
 
 import pytest
-from multi_dc_runs import free_ports, job_text
+from free_ports import free_ports
+from multi_dc_runs import job_text
 
 from atlas.cli import main
 from atlas.commands.network_flags import network_of

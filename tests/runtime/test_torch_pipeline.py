@@ -6,13 +6,13 @@ import multiprocessing
 import os
 import re
 import runpy
-import socket
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import pytest
+from free_ports import free_port
 
 from atlas.errors import AtlasError
 from atlas.ir.program import Layout, Program
@@ -42,8 +42,7 @@ RANKS.set_forkserver_preload(["torch.distributed.pipelining", "atlas.runtime.pro
 
 def run(*words: str) -> list[str]:
     """The output of the last of two ranks, each on loopback."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder) / str(rank) for rank in range(2)]
         ranks = [RANKS.Process(target=_rank, args=(rank, port, words, outputs[rank])) for rank in range(2)]

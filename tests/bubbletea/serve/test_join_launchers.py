@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import httpx2 as httpx
 import pytest
+from free_ports import free_port
 
 from atlas.wan.security.certs import make_ca, make_node
 
@@ -37,11 +37,6 @@ pipelines_per_cell: 1
 """
 LIMIT_S = 120.0
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def until(holds: Callable[[], object], why: Callable[[], str]) -> None:
