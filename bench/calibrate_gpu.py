@@ -1,6 +1,6 @@
 """Measure this machine's GPU with the kernels that the runtime uses, and print the constants of its GPU type.
 
-    python bench/calibrate_gpu.py --gpu H200 --out calibration.json
+    python bench/calibrate_gpu.py [--gpu H200] [--out calibration.json]
 
 Times whole layers of several widths, lengths and microbatch sizes with the runtime's own stage code (including fused
 attention), and bare products, attention and copies. Five constants are fitted on the layers; the bare kernels show
@@ -185,9 +185,19 @@ def fit(rows: list[Row], gpu: str) -> tuple[Calibration, float]:
     return calibration(point), float(np.abs(np.exp(errors(point)) - 1).mean())
 
 
+def type_here() -> str | None:
+    """The built-in type of this machine's GPU: by its name, and by memory where several types share it."""
+    device = torch.cuda.get_device_properties(0)
+    words = device.name.replace("-", " ").split()
+    named = [name for name in GPUS if name.split("-")[0] in words]
+    return min(named, key=lambda name: abs(GPUS[name].memory_gib - device.total_memory / 2**30), default=None)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--gpu", required=True, choices=sorted(GPUS), help="GPU type whose peaks are used")
+    parser.add_argument(
+        "--gpu", choices=sorted(GPUS), help="GPU type whose peaks are used (default: by the GPU's name)"
+    )
     parser.add_argument("--out", type=Path, help="write constants and measurements to this JSON file")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--repeats", type=int, default=10)
@@ -196,13 +206,16 @@ def main() -> int:
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         return not_measured("calibrate_gpu", "no CUDA device")
+    gpu = args.gpu or (type_here() if args.device == "cuda" else None)
+    if gpu is None:
+        return not_measured("calibrate_gpu", "no built-in type has this GPU's name: give --gpu")
     until = time.monotonic() + args.seconds
     kernels = measure_kernels(args.device)
     rows = measure_layers(args.device, args.repeats, until, SHAPES[: args.shapes])
-    calibration, error = fit(rows, args.gpu)
+    calibration, error = fit(rows, gpu)
     name = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
     result = {
-        "gpu": args.gpu,
+        "gpu": gpu,
         "device": name,
         "torch": torch.__version__,
         "mean_error": error,

@@ -115,4 +115,5 @@ def test_bench_without_a_gpu_is_not_measured() -> None:
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
         pytest.skip("this host has a GPU")
-    assert run("gpu_fill", (), 1.0).status == NOT_MEASURED
+    for name in ("gpu_fill", "calibrate_gpu"):
+        assert run(name, BENCHES[name].arguments(full=False), 1.0).status == NOT_MEASURED
