@@ -73,6 +73,13 @@ class Run:
     starts: int = 0
 
 
+def require_losses_of(run: Run, num_steps: int) -> None:
+    """Of every step. That of a step that the run resumed from may be missing: its checkpoint was complete, but a lost
+    host had not yet reported it."""
+    resumed = {int(line.split()[-1]) for line in run.said if line.startswith("resumed from the checkpoint of step")}
+    assert set(range(1, num_steps + 1)) - resumed <= set(run.losses) <= set(range(1, num_steps + 1)), run.said
+
+
 class TrackedAgent(Agent):
     """Of a launcher in this process, so that a test can end it as a lost host ends."""
 
