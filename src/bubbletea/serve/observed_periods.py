@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from atlas.ir.program import Ints
 from bubbletea.windows.bubbles import Forecast, observed_pattern
@@ -19,6 +20,9 @@ PERIODS = 16
 """Number of periods in the measured slowdown of training."""
 STEADY, SPREAD, OTHER = 5, 0.05, 0.02
 """A run whose last periods are alike, and differ from the forecast by more than OTHER, has its own pattern."""
+RECENT, CLOSED = 8, 0.25
+"""A worker that got no CPU time for a while reports a period in which less than the share CLOSED of its windows was
+open. Such a period is learnt only if more than half of the worker's last RECENT periods were like that."""
 
 
 class ObservedPeriods:
@@ -35,6 +39,8 @@ class ObservedPeriods:
         """(step, when it began)"""
         self._observed: deque[tuple[int, Ints]] = deque(maxlen=STEADY)
         """The last periods: their length, and when windows opened and closed."""
+        self._was_closed: deque[NDArray[np.bool_]] = deque(maxlen=RECENT)
+        """The last periods: by worker, whether its windows were closed."""
 
     @property
     def slowdown(self) -> float:
@@ -64,6 +70,7 @@ class ObservedPeriods:
         self._step = -1
         self._starts.clear()
         self._observed.clear()
+        self._was_closed.clear()
         self._open.fill(-1)
         self._closed.fill(-1)
 
@@ -75,11 +82,27 @@ class ObservedPeriods:
             opened, closed = (
                 np.where(self._round & (at >= 0), at + period_ns, at) for at in (self._open, self._closed)
             )
-            self.forecast.observe(start_ns, opened, closed)
+            ignored = self._is_starved(start_ns, opened, closed)
+            self.forecast.observe(start_ns, np.where(ignored, -1, opened), np.where(ignored, -1, closed))
             is_new = self._follow_run(start_ns, period_ns, opened, closed)
         self._open.fill(-1)
         self._closed.fill(-1)
         return is_new
+
+    def _is_starved(self, start_ns: int, opened: Ints, closed: Ints) -> NDArray[np.bool_]:
+        """By window: whether its worker had no CPU time in this period, so that the next ones will be different."""
+        pattern = self.forecast.pattern
+        worker = np.repeat(np.arange(pattern.num_workers), np.diff(pattern.ptr))
+        begin = start_ns + pattern.phase_ns[worker] + pattern.start_ns
+        length = pattern.end_ns - pattern.start_ns
+        usable = np.clip(np.minimum(closed, begin + length) - np.maximum(opened, begin), 0, None)
+        usable = np.where((opened >= 0) & (closed >= 0), usable, length)
+        open_ns, planned_ns = (np.bincount(worker, ns, pattern.num_workers) for ns in (usable, length))
+        is_closed: NDArray[np.bool_] = open_ns < CLOSED * planned_ns
+        self._was_closed.append(is_closed)
+        is_new = 2 * np.sum(self._was_closed, axis=0) <= RECENT
+        starved: NDArray[np.bool_] = (is_closed & is_new)[worker]
+        return starved
 
     def _follow_run(self, start_ns: int, period_ns: int, opened: Ints, closed: Ints) -> bool:
         """A run whose iterations are not as long as its plan's has other windows than its plan: those are taken that

@@ -32,7 +32,7 @@ from bubbletea.admit.fair import TenantShares
 from bubbletea.admit.fit import FREE
 from bubbletea.admit.records import AdmissionRefusal, Placement, PrefillLane, PrefillRequest
 from bubbletea.admit.state import State, urgency
-from bubbletea.costs import PrefillCosts, measured
+from bubbletea.costs import LayerTime, PrefillCosts, measured
 from bubbletea.serve.observed_periods import ObservedPeriods
 from bubbletea.windows.bubbles import Forecast
 
@@ -47,6 +47,8 @@ AGAIN_NS = 2 * SECOND
 """Deadline, after the loss of its worker, that an offline request gets."""
 HALVINGS = 12
 """Of costs with which a request fits no window: after these, windows are too short for anything."""
+FEW_POINTS = 8
+"""Measured pieces that correct halved costs."""
 TRUST = 0.15
 """Costs with a larger error are fitted again."""
 
@@ -68,6 +70,8 @@ class Planner:
     ) -> None:
         """`weights`: of the tenants' shares."""
         self.forecast, self.costs, self.lanes = forecast, costs, tuple(lanes)
+        self._measured, self._halvings = costs, 0
+        """Costs as they were fitted last, and how often they have been halved since."""
         self.periods = ObservedPeriods(forecast, slots)
         self.chunks, self.learns_costs, self.weights = tuple(chunks), learns_costs, weights
         self.aims = aims or Aims()
@@ -148,7 +152,7 @@ class Planner:
     def _no_window(self, request: PrefillRequest, now_ns: int) -> AdmissionRefusal | None:
         """The refusal if no window is long enough for a layer of it. Costs are learnt only from admitted requests:
         costs with which it fits no window are halved until it does, and measured again when it runs."""
-        for _ in range(HALVINGS if self.learns_costs else 1):
+        for _ in range(HALVINGS + 1 if self.learns_costs else 1):
             if quote(self._current(now_ns), request, now_ns) is not None:
                 return None
             self._halve_costs()
@@ -156,8 +160,14 @@ class Planner:
         return AdmissionRefusal(request, "deadline", at_ns, at_ns)
 
     def _halve_costs(self) -> None:
+        """After all halvings, costs are the measured ones again: windows are the reason, not costs."""
         if self.learns_costs:
-            self.costs, self._costs_moved = replace(self.costs, layer=self.costs.layer.times(0.5)), True
+            self._halvings = (self._halvings + 1) % (HALVINGS + 1)
+            self._set_costs(self._measured.layer.times(0.5**self._halvings))
+
+    def _set_costs(self, layer: LayerTime) -> None:
+        self.costs, self._costs_moved = replace(self.costs, layer=layer), True
+        self._points.clear()
 
     def charge(self, tenant: str, num_tokens: int) -> None:
         """A prompt of this length counts for its tenant's share; a negative number takes that back."""
@@ -331,15 +341,18 @@ class Planner:
     def ran(self, tokens: int, context: int, took_ns: int) -> None:
         """Records the time of one layer over a chunk."""
         self._points.append((tokens, context, took_ns / 1e9))
-        if self.learns_costs and len(self._points) == POINTS and self._is_off():
-            self.costs = measured(self.costs, list(self._points))
-            self._points.clear()
-            self._costs_moved = True
-
-    def _is_off(self) -> bool:
-        took = sum(seconds for _, _, seconds in self._points)
-        predicted_s = sum(self.costs.layer(tokens, context) for tokens, context, _ in self._points) / 1e9
-        return abs(predicted_s / took - 1) > TRUST
+        if not self.learns_costs or len(self._points) < (FEW_POINTS if self._halvings else POINTS):
+            return
+        took_s = sum(seconds for _, _, seconds in self._points)
+        ratio = took_s * 1e9 / sum(self.costs.layer(tokens, context) for tokens, context, _ in self._points)
+        if self._halvings:  # too few pieces to fit them
+            layer = self.costs.layer.times(ratio)
+        elif abs(1 / ratio - 1) > TRUST:
+            layer = measured(self.costs, list(self._points)).layer
+        else:
+            return
+        self._set_costs(layer)
+        self._measured, self._halvings = self.costs, 0
 
     def waited(self, worker: int, step: int, op: int, began_ns: int, ended_ns: int) -> None:
         """Records one wait of a training worker."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
+import pytest
 from prefill_samples import LLAMA
 
 from atlas.cost.table import kind_costs, uniform_costs
@@ -10,12 +13,13 @@ from atlas.ir.assemble import repeated, with_optimizer
 from atlas.ir.program import Layout
 from atlas.schedules.classic import one_f_one_b
 from atlas.sim import simulate
+from bubbletea.admit.records import AdmissionRefusal, Placement, PrefillRequest
 from bubbletea.costs import LayerTime
 from bubbletea.prefill.shard import Served
 from bubbletea.serve.assemble import ServiceSettings, assemble
 from bubbletea.serve.auth import Keys
-from bubbletea.serve.planner import Planner
-from bubbletea.serve.worker_windows import WorkerWindows, of_training
+from bubbletea.serve.planner import FEW_POINTS, HALVINGS, Planner
+from bubbletea.serve.worker_windows import WorkerWindows, alone, of_training
 from bubbletea.windows.bubbles import SWITCH_NS, Forecast
 
 MS = 1_000_000
@@ -100,3 +104,69 @@ def test_the_windows_of_a_run_that_is_slower_than_its_plan_are_its_own() -> None
     assert np.abs(start - slower * pattern.start_ns).max() < 2 * MS
     assert np.abs(end - slower * pattern.end_ns).max() < 2 * MS
     assert abs(planner.periods.slowdown) < 0.001, "against what is now known of it"
+
+
+def starved(planner: Planner, windows: WorkerWindows, step: int, worker: int) -> None:
+    """One period, in which this worker gets no CPU time: its waits are over when they begin."""
+    period_ns = windows.pattern.period_ns
+    for one in range(windows.pattern.num_workers):
+        end_ns = (step + 1) * period_ns
+        opened_ns = end_ns if one == worker else step * period_ns + int(windows.pattern.start_ns[one])
+        planner.waited(one, step, 0, opened_ns, end_ns)
+
+
+def alone_planner() -> tuple[WorkerWindows, Planner]:
+    """One lane of two workers that do not train."""
+    windows = replace(alone(2, 64 << 20, 0.2, 0.3), layer=LayerTime(1.0 * MS, 0.0, 0.0, 0.0))
+    settings = ServiceSettings("tiny", Served(LLAMA), split=2, chunk=128, arena_bytes=64 << 20)
+    planner = assemble(settings, windows, Keys.open_to_all()).dispatcher.planner
+    planner.set_alive((0, 1), 0)
+    return windows, planner
+
+
+@pytest.mark.parametrize("before", [0, 1, 3, 40])
+def test_one_period_without_cpu_time_closes_no_lane(before: int) -> None:
+    windows, planner = alone_planner()
+    for step in range(before):
+        starved(planner, windows, step, worker=-1)
+    costs, now_ns = planner.costs, 0
+    for step in range(before, before + 12):
+        starved(planner, windows, step, worker=1 if step == before else -1)
+        now_ns = (step + 1) * windows.pattern.period_ns
+        request = PrefillRequest(f"r{step}", "", 64, now_ns, now_ns + 2_000 * MS)
+        assert isinstance(planner.admit(request, now_ns), Placement), f"in step {step}"
+        planner.complete(request.id, now_ns)
+    assert planner.costs == costs
+
+
+def test_a_worker_that_has_no_windows_any_more_is_learnt() -> None:
+    windows, planner = alone_planner()
+    for step in range(12):
+        starved(planner, windows, step, worker=1)
+    now_ns = 12 * windows.pattern.period_ns
+    costs = planner.costs
+    for _ in range(5):
+        refusal = planner.admit(PrefillRequest("r", "", 64, now_ns, now_ns + 2_000 * MS), now_ns)
+        assert isinstance(refusal, AdmissionRefusal)
+        assert (refusal.reason, refusal.retry_at_ns) == ("deadline", now_ns + 1_000 * MS)
+    assert planner.costs == costs, "no cost is too high for a window that does not exist"
+
+
+def test_costs_of_admitted_requests_recover_after_windows_were_closed() -> None:
+    windows, planner = alone_planner()
+    costs = planner.costs
+    assert isinstance(planner.admit(PrefillRequest("r", "", 64, 0), 0), Placement)
+    for step in range(40):
+        starved(planner, windows, step, worker=1)
+    planner.again("r", 0)
+    for second in range(30):  # it waits, and every second costs are tried that are half as high
+        planner.advance(second * 1_000 * MS)
+        assert planner.costs.layer.floor_ns >= costs.layer.floor_ns / 2**HALVINGS
+    for step in range(40, 100):
+        starved(planner, windows, step, worker=-1)
+    now_ns = 100 * windows.pattern.period_ns
+    planner.advance(now_ns)
+    assert not planner.is_waiting("r")
+    for _ in range(FEW_POINTS):
+        planner.ran(64, 0, 2 * MS)
+    assert planner.costs.layer(64, 0) == pytest.approx(2 * MS), "the first measured pieces replace a guess"
