@@ -2,17 +2,21 @@
 does the arithmetic of prefill only so that answers are real, and that must not delay training. In the worker's process
 it would take the interpreter from the threads of its connections, and on a host with few cores also CPU time.
 
-The two processes exchange JSON over a socket. From the worker:
+If it dies, it is started again, by a process without threads that only waits for its end: a worker with threads cannot
+be forked safely. Its service sees a lost worker, which then joins again.
 
-    ["attach", {...}]                              before training starts; answered by ["ready"]
+The worker and the process that prefills exchange JSON over a socket. From the worker:
+
+    ["attach", {...}]                              when it has started; answered by ["ready"]
     ["fill", number, step, index, began_ns]        a wait begins
     ["arrived", number]                            its input has arrived
     ["waited", step, index, began_ns, ended_ns]    it is over
     ["close"]                                      training has ended
 
-To the worker: ["piece", start_ns, end_ns] before each piece, because the paced device is then busy, and ["warning",
-text]. Training waits for the paced end of a piece, not for its arithmetic: if that is late, only the prefill is, and
-pieces are predicted to take longer. A piece that starts in the moment in which the input arrives is not announced.
+To the worker: ["started", pid]; ["piece", start_ns, end_ns] before each piece, because the paced device is then busy;
+and ["warning", text]. Training waits for the paced end of a piece, not for its arithmetic: if that is late, only the
+prefill is, and pieces are predicted to take longer. A piece that starts in the moment in which the input arrives is not
+announced.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from atlas.errors import WorkerError
-from atlas.lifetime import end_with_parent
+from atlas.lifetime import describe_exit, end_with_parent
 from atlas.priority import lower_process_priority
 from atlas.runtime.device import Paced, Span
 from atlas.runtime.waits import Arrival, Position, SharedDevice, WorkerFacts
@@ -47,6 +51,9 @@ T = TypeVar("T")
 log = logging.getLogger("atlas.bubbletea")
 START_S, END_S, POLL_S = 600.0, 2.0, 0.01
 """Longest time to load a model, and to end."""
+RESTART_S, MAX_RESTARTS, STEADY_S = 1.0, 5, 60.0
+"""Pause before the first restart, doubled for each further one, of which there are so many; a process that has lived
+for STEADY_S starts anew."""
 MAX_MESSAGE_BYTES = 64 * 1024
 NAME = "prefill"
 """Of the process, for `ps` and `top`."""
@@ -73,30 +80,34 @@ class _Wire:
 
 
 class PrefillProcess:
-    """The Filler in the worker's process. Forks it, which is safe only without other threads."""
+    """The Filler in the worker's process. Forks this process, which is safe only without other threads."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         memory, parent = mmap.mmap(-1, mmap.PAGESIZE), os.getpid()
         self._pid = os.fork()
         if not self._pid:
-            _run(settings, _Wire(theirs, memory), parent)
+            _keep_running(settings, _Wire(theirs, memory), parent)
         theirs.close()
         self._wire, self._number = _Wire(ours, memory), 0
+        self.prefill_pid = 0
+        """Of the process that prefills now."""
 
     def attach(self, facts: WorkerFacts, device: SharedDevice) -> None:
         self._device, security = device, facts.security
         files = security.credentials
-        said = {
+        self._facts = {
             "me": [facts.name, facts.datacenter, int(facts.worker), facts.plan],
             "host": facts.host,
             "credentials": files and [str(path) for path in (files.ca_file, files.cert_file, files.key_file)],
             "networks": [str(network) for network in security.trusted_networks],
         }
-        self._wire.send("attach", said)
         self._wire.sock.settimeout(START_S)
         while (message := self._wire.receive()) != ["ready"]:
+            died = message[0] == "started" and self.prefill_pid
             self._handle(message, 0)
+            if died:
+                break  # training does not wait for another attempt
         self._wire.sock.settimeout(None)
 
     def fill(self, position: Position, arrived: Callable[[], bool]) -> None:
@@ -121,7 +132,10 @@ class PrefillProcess:
         self._wire.send("waited", position.step, position.index, began_ns, ended_ns)
 
     def _handle(self, message: list[Any], began_ns: int) -> None:
-        if message[0] == "warning":
+        if message[0] == "started":
+            self.prefill_pid = message[1]
+            self._wire.send("attach", self._facts)
+        elif message[0] == "warning":
             log.warning("%s", message[1])
         elif message[0] == "piece" and message[1] >= began_ns:
             self._device.occupied(Span(*message[1:]))
@@ -146,15 +160,60 @@ def _has_ended(pid: int) -> bool:
     return os.waitpid(pid, os.WNOHANG)[0] == pid
 
 
-# ---- the process that prefills ---------------------------------------------------------------------------------------
-def _run(settings: dict[str, Any], wire: _Wire, parent: int) -> NoReturn:
+# ---- the process that starts it --------------------------------------------------------------------------------------
+def _keep_running(settings: dict[str, Any], wire: _Wire, parent: int) -> NoReturn:
+    """Starts the process that prefills, and starts it again if it dies."""
     code = 1
     try:
         end_with_parent(parent)
+        os.setsid()  # Ctrl-C is for the worker
         _close_others(wire.sock.fileno())
-        Path("/proc/self/comm").write_text(NAME)
         logging.getLogger("atlas").handlers = [_WarningSender(wire)]
-        _Prefilling(settings, wire).run()
+        num_restarts, is_first = 0, True
+        while died := _run_once(settings, wire, is_first):
+            why, seconds = died
+            num_restarts, is_first = 0 if seconds > STEADY_S else num_restarts, False
+            if num_restarts == MAX_RESTARTS:
+                log.warning("the prefill process %s; it is not started again. Training continues without it", why)
+                break
+            log.warning("the prefill process %s; it is started again", why)
+            time.sleep(RESTART_S * 2**num_restarts)
+            num_restarts += 1
+            if "close" in _drained(wire):
+                break
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _run_once(settings: dict[str, Any], wire: _Wire, is_first: bool) -> tuple[str, float] | None:
+    """How it died, and after how many seconds; None: it has ended as it should."""
+    began_s, parent = time.monotonic(), os.getpid()
+    pid = os.fork()
+    if not pid:
+        _run(settings, wire, parent, is_first)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return (describe_exit(code), time.monotonic() - began_s) if code else None
+
+
+def _drained(wire: _Wire) -> set[str]:
+    """The kinds of the messages that the worker has sent in the meantime."""
+    found = set()
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            found.add(wire.receive(socket.MSG_DONTWAIT)[0])
+    return found
+
+
+# ---- the process that prefills ---------------------------------------------------------------------------------------
+def _run(settings: dict[str, Any], wire: _Wire, parent: int, is_first: bool) -> NoReturn:
+    code = 1
+    try:
+        end_with_parent(parent)
+        Path("/proc/self/comm").write_text(NAME)
+        _Prefilling(settings, wire).run(is_first)
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -173,7 +232,7 @@ def _close_others(kept: int) -> None:
 
 
 class _WarningSender(logging.Handler):
-    """Of this process, to the worker, which shows them."""
+    """To the worker, which shows them."""
 
     def __init__(self, wire: _Wire) -> None:
         super().__init__(logging.WARNING)
@@ -217,9 +276,16 @@ class _Prefilling:
         self._messages: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
         self._arrival = _FarArrival(wire, 0)
 
-    def run(self) -> None:
-        self._attach(**self._wire.receive()[1])
-        lower_process_priority()  # from now on: loading a model holds up the start of training
+    def run(self, is_first: bool) -> None:
+        if not is_first:
+            lower_process_priority()
+        self._wire.send("started", os.getpid())
+        while (message := self._wire.receive())[0] != "attach":
+            if message[0] == "close":
+                return
+        self._attach(**message[1])
+        if is_first:
+            lower_process_priority()  # from now on: loading a model holds up the start of training
         self._wire.send("ready")
         gc.freeze()
         threading.Thread(target=self._read, daemon=True, name="bubbletea messages").start()

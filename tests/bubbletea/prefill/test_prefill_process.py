@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 SCRIPT = """
-import os, pathlib, signal, tempfile, threading, time
+import logging, os, pathlib, signal, tempfile, threading, time
 from types import SimpleNamespace
 from atlas.errors import WorkerError
 from atlas.runtime.device import Paced
@@ -52,7 +52,7 @@ process = filler._prefill
 assert isinstance(process, prefill_process.PrefillProcess)
 facts = SimpleNamespace(name="p0.s0", datacenter="a", worker=0, plan="", host="127.0.0.1", security=Security())
 filler.attach(facts, SharedDevice(device, spans.append))
-assert os.getpriority(os.PRIO_PROCESS, process._pid) == 10
+assert os.getpriority(os.PRIO_PROCESS, process.prefill_pid) == max(10, usual)
 assert os.getpriority(os.PRIO_PROCESS, 0) == usual
 
 handle, began_ns = Handle("input"), time.monotonic_ns()
@@ -67,22 +67,69 @@ assert device.free_ns == spans[0].end_ns, "the paced device is busy with the pie
 
 threading.Thread(target=time.sleep, args=(9,), daemon=True).start()
 assert not isinstance(BubbleTea({"device": "paced"})._prefill, prefill_process.PrefillProcess), "there are threads"
-os.kill(process._pid, signal.SIGKILL)
-os.waitpid(process._pid, 0)
+filler.close()
+print("closed")
+"""
+
+RESTARTS = """
+logging.basicConfig(format="%(message)s")
+
+
+def wait_of_training(step, is_over):
+    # Training has one wait after another, and none of them raises.
+    handle, began_ns = Handle("input"), time.monotonic_ns()
+    filler.fill(Position(step, 0), Arrival([handle]))
+    until = time.monotonic() + 0.1
+    while not is_over() and time.monotonic() < until:
+        time.sleep(0.005)
+    handle.finish()
+    filler.waited(Position(step, 0), began_ns, handle.end_ns)
+
+
+def train_until(is_over):
+    step, until = 0, time.monotonic() + 120
+    while not is_over() and time.monotonic() < until:
+        wait_of_training(step, is_over)
+        step += 1
+
+
+begun, pids = folder / "begun", []
+train_until(begun.exists)
+for _ in range(prefill_process.MAX_RESTARTS):
+    begun.unlink()
+    pids.append(process.prefill_pid)
+    os.kill(pids[-1], signal.SIGKILL)
+    train_until(begun.exists)
+    assert begun.exists(), "prefill runs again"
+    assert os.getpriority(os.PRIO_PROCESS, process.prefill_pid) == max(10, usual)
+assert len({*pids, process.prefill_pid}) == prefill_process.MAX_RESTARTS + 1, pids
+assert len(spans) >= 2, "the device is busy with pieces of the new process"
+os.kill(process.prefill_pid, signal.SIGKILL)
 try:
-    filler.waited(Position(0, 1), began_ns, began_ns)
+    train_until(lambda: False)
 except (WorkerError, OSError):
-    print("noticed")
+    print("given up")
 """
 
 
 def test_prefill_of_a_paced_worker_has_a_process_of_its_own() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stdout) == (0, "noticed\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "closed\n"), done.stderr
+
+
+def test_a_prefill_process_that_dies_is_started_again_a_few_times() -> None:
+    lines = SCRIPT.partition("handle, began_ns")[0] + RESTARTS
+    lines = lines.replace("spans, device =", "prefill_process.RESTART_S = 0.01\nspans, device =")
+    done = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout) == (0, "given up\n"), done.stderr
+    assert done.stderr.count("was killed by SIGKILL; it is started again") == 5, done.stderr
+    assert done.stderr.count("was killed by SIGKILL; it is not started again") == 1, done.stderr
 
 
 def test_it_ends_with_its_worker() -> None:
-    lines = SCRIPT.partition("handle, began_ns")[0] + "print(process._pid, flush=True)\nos.kill(os.getpid(), 9)\n"
+    lines = (
+        SCRIPT.partition("handle, began_ns")[0] + "print(process.prefill_pid, flush=True)\nos.kill(os.getpid(), 9)\n"
+    )
     done = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, timeout=300)
     # stderr is at its end, so nobody has it open any more.
     assert done.stdout.strip().isdigit(), done.stderr

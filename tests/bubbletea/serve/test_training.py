@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -77,7 +79,7 @@ def test_prefill_in_the_waits_changes_no_loss(device: str) -> None:
     windows = of_training(predicted, TINY.arena_bytes, pace, 10 * MS)
     assert all(windows.slots), "every worker has windows and knows at which op"
     parts = assemble(replace(TINY, budget=0.05), windows, Keys.open_to_all())
-    made, texts = list[InThread](), list[str]()
+    made, texts, killed = list[InThread](), list[str](), list[tuple[int, int]]()
     names = {PROGRAM.worker_name(w) for w in range(PROGRAM.num_workers)}
     # A GPU is so quick that one lane may answer every request.
     least_used = len(names) if device == "paced" else 2
@@ -90,8 +92,19 @@ def test_prefill_in_the_waits_changes_no_loss(device: str) -> None:
     def is_enough() -> bool:
         return bool(texts) and len(used()) >= least_used and parts.dispatcher.planner.forecast.learner.seen > 2
 
+    def is_back() -> bool:
+        """The first time, kills a process that prefills for a paced worker; then, whether it was started again and
+        another request was answered since."""
+        if device != "paced" or not is_enough():
+            return is_enough()
+        member = parts.connections.members.get(0)
+        if not killed and member is not None:
+            killed.append((member.pid, len(texts)))
+            os.kill(member.pid, signal.SIGKILL)
+        return member is not None and member.ready and member.pid != killed[0][0] and len(texts) > killed[0][1]
+
     def workers(address: str, token_file: str) -> InThread:
-        made.append(InThread(address, token_file, device, is_enough))
+        made.append(InThread(address, token_file, device, is_back))
         return made[0]
 
     def ask(server: HttpServer) -> None:
@@ -127,5 +140,6 @@ def test_prefill_in_the_waits_changes_no_loss(device: str) -> None:
     plain = emulate(PROGRAM, smoke_program()[1], stand_in(), EmulationSettings(len(filled), device=device))
     assert filled == plain.losses
     assert is_enough(), f"after {len(filled)} steps: {len(texts)} answers, prefill on {used()}"
+    assert device != "paced" or len(texts) > killed[0][1], "no answer after a prefill process was killed"
     expected = parts.service.text.decode(greedy_alone(whole(TINY.served), list(range(100)), 4))
     assert set(texts) == {expected}
