@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from atlas.errors import SpecError
+from atlas.priority import lower_priority
 from atlas.runtime.models.block import DecoderLayer, make_norm
 from atlas.runtime.models.config import DecoderConfig, wrong
 from atlas.runtime.models.dropout import EMBEDDING, Draw, seed_of
@@ -31,10 +32,8 @@ TIED_EMBEDDING, TIED_HEAD = "embedding.token.weight", "head.out.weight"
 DRAWN_AT_ONCE = 1 << 24
 """Initial weights from one generator; later runs of a matrix have generators of their own, so threads can share it."""
 MANY_WEIGHTS = 100_000_000
-"""From this number on, several threads draw the initial weights."""
-NICENESS = 10
-"""Of these threads. The compiler is imported meanwhile (`compiling`), on one thread of each worker of a host, and takes
-longer than they do."""
+"""From this number on, several threads of low priority draw the initial weights: the compiler is imported meanwhile
+(`compiling`), on one thread of each worker of a host, and takes longer than they do."""
 
 
 @dataclass(frozen=True)
@@ -190,8 +189,7 @@ def initialize(decoder: Decoder, seed: int) -> None:
 def _drawing(num_weights: int) -> ThreadPoolExecutor:
     if num_weights < MANY_WEIGHTS:
         return ThreadPoolExecutor(1)
-    # On Linux niceness belongs to a thread.
-    return ThreadPoolExecutor(len(os.sched_getaffinity(0)), initializer=os.nice, initargs=(NICENESS,))
+    return ThreadPoolExecutor(len(os.sched_getaffinity(0)), initializer=lower_priority)
 
 
 def empty(
