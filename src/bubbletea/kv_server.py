@@ -155,8 +155,10 @@ class KvServer(FrameServer):
     ) -> None:
         """Names the memory of the blocks, and keeps it until the engine has read them or is gone."""
         packed = await asyncio.to_thread(lambda: [pack_block(block) for block in blocks])
-        offered = await asyncio.to_thread(offer, [memoryview(payload) for _, payload in packed])
+        payloads = [memoryview(payload) for _, payload in packed]
+        offering = asyncio.get_running_loop().run_in_executor(None, offer, payloads)
         try:
+            offered = await asyncio.shield(offering)
             write(writer, PLACES, {}, offered.about)
             for (fields, _), (address, size) in zip(packed, offered.spans, strict=True):
                 write(writer, PLACE, fields | {"address": address, "bytes": size})
@@ -164,8 +166,8 @@ class KvServer(FrameServer):
             await writer.drain()
             async with asyncio.timeout(SEND_S):
                 frame = await receive_async(reader, max_payload=0)
-        finally:
-            await asyncio.to_thread(offered.close)
+        finally:  # also if this was cancelled while the thread registered the memory
+            await asyncio.to_thread((await offering).close)
         if frame.kind != READ:
             raise WorkerError(f"a frame of kind {frame.kind} where READ is expected")
         self.on_fetched(blocks[0].ticket, len(packed))

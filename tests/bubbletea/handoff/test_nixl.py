@@ -3,9 +3,12 @@ and with the package itself between two processes where it is installed."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import subprocess
 import sys
+import threading
+import time
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -139,6 +142,41 @@ def test_a_read_that_fails_is_an_error(stand_in: type[StandInAgent], monkeypatch
     monkeypatch.setattr(stand_in, "state", "ERR")
     with listening() as (_, address), pytest.raises(WorkerError, match="NIXL failed"):
         fetched(address)
+    assert not stand_in.registered
+
+
+def test_no_memory_stays_registered_if_the_server_closes_meanwhile(
+    stand_in: type[StandInAgent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registers, go_on, has_registered = (threading.Event() for _ in range(3))
+    register = stand_in.register_memory
+
+    def slow_register(agent: StandInAgent, *given: Any) -> list[Any]:
+        registers.set()
+        assert go_on.wait(60)
+        try:
+            return register(agent, *given)
+        finally:
+            has_registered.set()
+
+    def fetch(address: tuple[str, int]) -> None:
+        with contextlib.suppress(WorkerError, OSError):
+            fetched(address)
+
+    monkeypatch.setattr(stand_in, "register_memory", slow_register)
+    server = KvServerThread(KvServer(kept_parts(), TOKEN), "127.0.0.1")
+    caller = threading.Thread(target=fetch, args=(server.address,))
+    caller.start()
+    assert registers.wait(60)
+    [task] = server.server._callers
+    closing = threading.Thread(target=server.close)
+    closing.start()
+    while not task.cancelling():
+        time.sleep(0.001)
+    go_on.set()
+    assert has_registered.wait(60)
+    closing.join()
+    caller.join()
     assert not stand_in.registered
 
 
