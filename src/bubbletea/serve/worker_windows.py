@@ -114,16 +114,7 @@ def _slots(timeline: Timeline, pattern: Pattern, worker: int) -> dict[int, int]:
 def alone(num_workers: int, arena_bytes: int, period_s: float = 1.0, busy: float = 0.0) -> WorkerWindows:
     """Workers without training, each free except for the first `busy` of every period."""
     period_ns = int(period_s * 1e9)
-    ptr = np.arange(num_workers + 1, dtype=np.int64)
-    pattern = Pattern(
-        period_ns=period_ns,
-        phase_ns=np.zeros(num_workers, np.int64),
-        ptr=ptr,
-        start_ns=np.full(num_workers, int(busy * period_ns), np.int64),
-        end_ns=np.full(num_workers, period_ns, np.int64),
-        worker_dc=("here",) * num_workers,
-        memory_bytes=np.full(num_workers, arena_bytes, np.int64),
-        busy_ns=int(busy * period_ns) * num_workers,
-    )
+    windows = [[(int(busy * period_ns), period_ns)]] * num_workers
+    pattern = Pattern.of_windows(windows, period_ns, ["here"] * num_workers, arena_bytes)
     slots = [{0: worker} for worker in range(num_workers)]
     return WorkerWindows(pattern, slots, num_ranks=1, numbers=tuple(range(num_workers)))

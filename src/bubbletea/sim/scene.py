@@ -152,16 +152,8 @@ def dedicated(scene: Scene) -> Scene:
     """Accelerators that only prefill, as many as the windows amount to, with free networks."""
     count = max(1, round(scene.idle_share * scene.pattern.num_workers))
     period_ns, costs = scene.pattern.period_ns, scene.some_costs
-    pattern = Pattern(
-        period_ns=period_ns,
-        phase_ns=np.zeros(count, np.int64),
-        ptr=np.arange(count + 1, dtype=np.int64),
-        start_ns=np.zeros(count, np.int64),
-        end_ns=np.full(count, period_ns, np.int64),
-        worker_dc=("dedicated",) * count,
-        memory_bytes=np.full(count, int(scene.pattern.memory_bytes.max()) + 2**36, np.int64),
-        busy_ns=0,
-    )
+    memory_bytes = int(scene.pattern.memory_bytes.max()) + 2**36
+    pattern = Pattern.of_windows([[(0, period_ns)]] * count, period_ns, ["dedicated"] * count, memory_bytes)
     network = free_network(count, period_ns, costs.nic_bytes_per_s)
     return replace(
         scene, pattern=pattern, residual=network, costs={"dedicated": costs}, num_ranks=1, longest_op_ns=0, result=None

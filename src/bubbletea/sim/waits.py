@@ -6,12 +6,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from atlas.errors import SpecError
 from bubbletea.sim.scene import TOOL_WAITS, Scene
@@ -31,18 +27,18 @@ def load_waits(path: Path, *, cached: bool = True) -> Windows:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise _wrong(path, "file", None, error.strerror or str(error), "Check the path") from None
+        raise _wrong(path, "file", error.strerror or str(error), "Check the path") from None
     except ValueError as error:
-        raise _wrong(path, "content", None, f"not JSON ({error})", MAKE) from None
+        raise _wrong(path, "content", f"not JSON ({error})", MAKE) from None
     if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise _wrong(path, "format", None, f"must be {FORMAT!r}", MAKE)
+        raise _wrong(path, "format", f"must be {FORMAT!r}", MAKE)
     key = "with_cache" if cached else "without_cache"
     try:
         made = [(float(busy), float(idle)) for busy, idle in found[key]["busy_idle_s"]]
     except (KeyError, TypeError, ValueError):
         made = []
     if not made or not all(0 <= busy < 1e9 and 0 <= idle < 1e9 for busy, idle in made) or not any(map(sum, made)):
-        raise _wrong(path, f"{key}.busy_idle_s", None, "must be a list of [busy, idle] seconds, none negative", MAKE)
+        raise _wrong(path, f"{key}.busy_idle_s", "must be a list of [busy, idle] seconds, none negative", MAKE)
     return made
 
 
@@ -51,34 +47,23 @@ def waiting(scene: Scene, windows: Windows) -> Scene:
     count = scene.pattern.num_workers
     period_s = min(PERIOD_S, math.fsum(map(sum, windows)))
     spans = [_spans(windows, worker * len(windows) // count, period_s) for worker in range(count)]
-    starts, ends = ([round(1e9 * span[k]) for own in spans for span in own] for k in (0, 1))
     period_ns = round(period_s * 1e9)
-    idle_ns = sum(ends) - sum(starts)
-    pattern = Pattern(
-        period_ns=period_ns,
-        phase_ns=np.zeros(count, np.int64),
-        ptr=np.cumsum([0, *map(len, spans)], dtype=np.int64),
-        start_ns=np.array(starts, np.int64),
-        end_ns=np.minimum(np.array(ends, np.int64), period_ns),
-        worker_dc=scene.pattern.worker_dc,
-        memory_bytes=scene.pattern.memory_bytes,
-        busy_ns=count * period_ns - idle_ns,
-    )
+    pattern = Pattern.of_windows(spans, period_ns, scene.pattern.worker_dc, scene.pattern.memory_bytes)
     network = free_network(count, period_ns, scene.some_costs.nic_bytes_per_s)
     return replace(scene, schedule=TOOL_WAITS, pattern=pattern, residual=network, longest_op_ns=0, result=None)
 
 
-def _spans(windows: Sequence[tuple[float, float]], first: int, period_s: float) -> list[tuple[float, float]]:
-    """Idle spans of one period from window `first` on; continues at the start of the list."""
+def _spans(windows: Windows, first: int, period_s: float) -> list[tuple[int, int]]:
+    """Idle spans of one period from window `first` on, in ns; continues at the start of the list."""
     at_s, found, number = 0.0, [], first
     while at_s < period_s:
         busy, idle = windows[number % len(windows)]
         begin, at_s = at_s + busy, at_s + busy + idle
         if begin < period_s and idle > 0:
-            found.append((begin, min(at_s, period_s)))
+            found.append((round(begin * 1e9), round(min(at_s, period_s) * 1e9)))
         number += 1
     return found
 
 
-def _wrong(path: Path, key: str, value: Any, rule: str, remedy: str) -> SpecError:
-    return SpecError(where=str(path), key=key, value=value, rule=rule, remedy=remedy)
+def _wrong(path: Path, key: str, rule: str, remedy: str) -> SpecError:
+    return SpecError(where=str(path), key=key, rule=rule, remedy=remedy)

@@ -28,15 +28,8 @@ MAX_RISK = 0.25
 class BubbleWindow(NamedTuple):
     """A span in which a worker's accelerator is expected to be free; margins are subtracted."""
 
-    worker: int
     start_ns: int
     end_ns: int
-    memory_bytes: int
-    """Memory of prefill on the worker: weights, KV cache and workspace together."""
-
-    @property
-    def length_ns(self) -> int:
-        return self.end_ns - self.start_ns
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,8 +45,26 @@ class Pattern:
     worker_dc: tuple[str, ...]
     memory_bytes: Ints
     """By worker: the arena that training leaves to prefill."""
-    busy_ns: int
-    """Compute time of training in one period, over all workers."""
+
+    @classmethod
+    def of_windows(
+        cls,
+        windows: Sequence[Sequence[tuple[int, int]]],
+        period_ns: int,
+        worker_dc: Sequence[str],
+        memory_bytes: int | Ints,
+    ) -> Pattern:
+        """From each worker's windows (start, end), counted from the start of the period."""
+        starts, ends = ([window[k] for own in windows for window in own] for k in (0, 1))
+        return cls(
+            period_ns=period_ns,
+            phase_ns=np.zeros(len(windows), np.int64),
+            ptr=np.cumsum([0, *map(len, windows)], dtype=np.int64),
+            start_ns=np.array(starts, np.int64),
+            end_ns=np.array(ends, np.int64),
+            worker_dc=tuple(worker_dc),
+            memory_bytes=np.full(len(windows), memory_bytes, np.int64),
+        )
 
     @property
     def num_workers(self) -> int:
@@ -64,6 +75,11 @@ class Pattern:
         """By worker: the sum of its windows."""
         total = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.end_ns - self.start_ns)])
         return np.asarray(total[self.ptr[1:]] - total[self.ptr[:-1]], np.int64)
+
+    @property
+    def busy_ns(self) -> int:
+        """Compute time of training in one period, over all workers."""
+        return self.period_ns * self.num_workers - int(self.idle_ns.sum())
 
     def only(self, workers: Sequence[int]) -> Pattern:
         """Of these workers, in this order."""
@@ -77,7 +93,6 @@ class Pattern:
             end_ns=self.end_ns[kept],
             worker_dc=tuple(self.worker_dc[w] for w in workers),
             memory_bytes=self.memory_bytes[chosen],
-            busy_ns=int((self.period_ns - self.idle_ns[chosen]).sum()),
         )
 
     def replicated(self, cells: int) -> Pattern:
@@ -92,7 +107,6 @@ class Pattern:
             end_ns=np.tile(self.end_ns, cells),
             worker_dc=self.worker_dc * cells,
             memory_bytes=np.tile(self.memory_bytes, cells),
-            busy_ns=self.busy_ns * cells,
         )
 
 
@@ -106,7 +120,7 @@ def pattern_of(timeline: Timeline, memory_bytes: Ints | None = None) -> Pattern:
         raise AtlasError("a timeline without ops has no period: simulate or run at least one iteration")
     low_ns, high_ns = span(timeline)
     useful = np.isin(program.kind, np.array(USEFUL, np.int8))
-    phases, ptr, starts, ends, busy_ns = [], [0], [], [], 0
+    phases, ptr, starts, ends = [], [0], [], []
     for worker in range(program.num_workers):
         ops = np.arange(program.worker_ptr[worker], program.worker_ptr[worker + 1])[
             useful[program.worker_ptr[worker] : program.worker_ptr[worker + 1]]
@@ -118,7 +132,6 @@ def pattern_of(timeline: Timeline, memory_bytes: Ints | None = None) -> Pattern:
         starts.append(found.start_ns)
         ends.append(found.end_ns)
         ptr.append(ptr[-1] + len(found.start_ns))
-        busy_ns += high_ns - low_ns - int((found.end_ns - found.start_ns).sum())
     room = np.full(program.num_workers, 2**62, np.int64) if memory_bytes is None else memory_bytes
     return Pattern(
         period_ns=high_ns - low_ns,
@@ -128,7 +141,6 @@ def pattern_of(timeline: Timeline, memory_bytes: Ints | None = None) -> Pattern:
         end_ns=np.concatenate(ends),
         worker_dc=tuple(program.worker_dc(w) for w in range(program.num_workers)),
         memory_bytes=np.asarray(room, np.int64),
-        busy_ns=busy_ns,
     )
 
 
@@ -152,8 +164,7 @@ def observed_pattern(
         )
         bounds = np.clip(np.maximum.accumulate(bounds.ravel()), 0, period_ns)
         phases[worker], starts[own], ends[own] = phase, bounds[::2], bounds[1::2]
-    busy_ns = period_ns * pattern.num_workers - int((ends - starts).sum())
-    return replace(pattern, period_ns=period_ns, phase_ns=phases, start_ns=starts, end_ns=ends, busy_ns=busy_ns)
+    return replace(pattern, period_ns=period_ns, phase_ns=phases, start_ns=starts, end_ns=ends)
 
 
 def span(timeline: Timeline) -> tuple[int, int]:
@@ -249,9 +260,8 @@ class Forecast:
         start, end = self.spans()
         own = slice(int(self.pattern.ptr[worker]), int(self.pattern.ptr[worker + 1]))
         origin = self.anchor_ns + int(self.pattern.phase_ns[worker])
-        memory = int(self.pattern.memory_bytes[worker])
         for k in range(math.floor((now_ns - origin) / self.period_ns), math.ceil((until_ns - origin) / self.period_ns)):
             for a, b in zip(start[own].tolist(), end[own].tolist(), strict=True):
-                window = BubbleWindow(worker, origin + k * self.period_ns + a, origin + k * self.period_ns + b, memory)
-                if window.length_ns > 0 and window.end_ns > now_ns and window.start_ns < until_ns:
+                window = BubbleWindow(origin + k * self.period_ns + a, origin + k * self.period_ns + b)
+                if a < b and window.end_ns > now_ns and window.start_ns < until_ns:
                     yield window

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 from hypothesis import strategies as st
 
 from atlas.spec.job import Model
@@ -21,18 +20,8 @@ COSTS = PrefillCosts(MODEL, LayerTime(50_000, 100_000, 2_000, 0.01), 200_000, 24
 
 def pattern(windows: list[list[tuple[int, int]]], period_ns: int, memory_bytes: int = 2**40, dcs: int = 1) -> Pattern:
     """From each worker's (start, end) within the period."""
-    counts = [len(own) for own in windows]
-    flat = [pair for own in windows for pair in own]
-    return Pattern(
-        period_ns=period_ns,
-        phase_ns=np.zeros(len(windows), np.int64),
-        ptr=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
-        start_ns=np.array([a for a, _ in flat], np.int64),
-        end_ns=np.array([b for _, b in flat], np.int64),
-        worker_dc=tuple(f"dc{w * dcs // len(windows)}" for w in range(len(windows))),
-        memory_bytes=np.full(len(windows), memory_bytes, np.int64),
-        busy_ns=period_ns * len(windows) - sum(b - a for a, b in flat),
-    )
+    names = [f"dc{w * dcs // len(windows)}" for w in range(len(windows))]
+    return Pattern.of_windows(windows, period_ns, names, memory_bytes)
 
 
 def state_of(

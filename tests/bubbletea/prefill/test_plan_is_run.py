@@ -28,19 +28,9 @@ def took_ns(piece: PrefillPiece) -> int:
 @pytest.mark.parametrize(("length", "chunk"), [(600, 256), (600, 600), (77, 512)])
 def test_a_worker_cuts_layers_as_admission_does(length: int, chunk: int) -> None:
     served = Served(LLAMA)
-    start = np.cumsum(LENGTHS_NS + 1_000_000) - LENGTHS_NS
-    forecast = Forecast(
-        Pattern(
-            period_ns=int(start[-1] + LENGTHS_NS[-1]),
-            phase_ns=np.zeros(1, np.int64),
-            ptr=np.array([0, len(start)], np.int64),
-            start_ns=start,
-            end_ns=start + LENGTHS_NS,
-            worker_dc=("here",),
-            memory_bytes=np.full(1, 2**40, np.int64),
-            busy_ns=1_000_000 * len(start),
-        )
-    )
+    ends = np.cumsum(LENGTHS_NS + 1_000_000)
+    windows = list(zip((ends - LENGTHS_NS).tolist(), ends.tolist(), strict=True))
+    forecast = Forecast(Pattern.of_windows([windows], int(ends[-1]), ["here"], 2**40))
     costs = costs_of(served, LAYER, HEAD_NS)
     lanes = build_lanes(forecast.pattern, costs, split=1, num_ranks=1, chunk=chunk)
     plan = admit(State(forecast, costs, lanes, chunks=(chunk,)), PrefillRequest("a", "t", length, 0), 0)
