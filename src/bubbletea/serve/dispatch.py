@@ -326,7 +326,7 @@ class Dispatcher:
         for _, _, layer, first, last, predicted_ns, took_ns in ran:
             if layer != HEAD:
                 self.planner.ran(last - first, first, took_ns)
-            self.metrics.ran(member.name, last - first, predicted_ns, took_ns)
+            self.metrics.ran(member.name, predicted_ns, took_ns)
         for step, op, began_ns, ended_ns, filled_ns in waits:
             self.planner.waited(member.worker, step, op, began_ns, ended_ns)
             if self.limit is not None:

@@ -38,14 +38,14 @@ class ServiceMetrics:
         self.answer_size = self._histogram("vllm:request_generation_tokens", "Tokens of an answer", TOKENS)
         self.prompt_tokens = self._counter("vllm:prompt_tokens", "Tokens prefilled")
         self.answer_tokens = self._counter("vllm:generation_tokens", "Tokens generated")
-        self.success = self._counter("vllm:request_success", "Answers completed", "finished_reason", FINISHES)
+        self.success = self._counters("vllm:request_success", "Answers completed", "finished_reason", FINISHES)
         self._queries = self._counter("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache")
         self._hits = self._counter("vllm:prefix_cache_hits", "Tokens found there")
         self._running = self._gauge("vllm:num_requests_running", "Requests being prefilled or decoded")
         self._waiting = self._gauge("vllm:num_requests_waiting", "Requests whose prefill has not begun")
         self._kv_used = self._gauge("vllm:kv_cache_usage_perc", "Share of the host memory for KV in use (0 to 1)")
-        self._refusals = self._counter("bubbletea:admission_rejections", "Requests refused", "reason", REFUSALS)
-        self._came_back = self._counter(
+        self._refusals = self._counters("bubbletea:admission_rejections", "Requests refused", "reason", REFUSALS)
+        self._came_back = self._counters(
             "bubbletea:retries", "Refused requests that came back at their Retry-After", "outcome", RETRIES
         )
         self._handed_back = self._counter("bubbletea:requests_handed_back", "Admitted, but no worker left to do it")
@@ -68,13 +68,12 @@ class ServiceMetrics:
             "Iterations of training, as it measures them itself",
             ["model_name"],
             registry=self.registry,
-        )
-        self._iterations.labels(self._model)
-        self._bubbles = self._counter("bubbletea:bubbles", "Waits of training workers", "worker")
-        self._bubble_s = self._counter("bubbletea:bubble_seconds", "Time training workers waited", "worker")
-        self._filled_s = self._counter("bubbletea:filled_seconds", "Of that, spent on prefill", "worker")
-        self._slices = self._counter("bubbletea:slices", "Pieces of prefill run", "worker")
-        self._late = self._counter("bubbletea:slices_late", "Pieces that took longer than predicted", "worker")
+        ).labels(self._model)
+        self._bubbles = self._counters("bubbletea:bubbles", "Waits of training workers", "worker")
+        self._bubble_s = self._counters("bubbletea:bubble_seconds", "Time training workers waited", "worker")
+        self._filled_s = self._counters("bubbletea:filled_seconds", "Of that, spent on prefill", "worker")
+        self._slices = self._counters("bubbletea:slices", "Pieces of prefill run", "worker")
+        self._late = self._counters("bubbletea:slices_late", "Pieces that took longer than predicted", "worker")
         self._trouble = self._counter("bubbletea:scheduler_errors", "Errors in the scheduler after which it continued")
 
     def text(self) -> bytes:
@@ -88,35 +87,35 @@ class ServiceMetrics:
         self._came_back.labels(self._model, outcome).inc()
 
     def handed_back(self) -> None:
-        self._handed_back.labels(self._model).inc()
+        self._handed_back.inc()
 
     def cached(self, num_cached: int, num_tokens: int) -> None:
-        self._queries.labels(self._model).inc(num_tokens)
-        self._hits.labels(self._model).inc(num_cached)
+        self._queries.inc(num_tokens)
+        self._hits.inc(num_cached)
 
     def prefilled(self, found: Prefilled, length: int) -> None:
-        self.queued_s.labels(self._model).observe((found.first_ns - found.admitted_ns) / 1e9)
-        self.prefill_s.labels(self._model).observe((found.done_ns - found.first_ns) / 1e9)
-        self.prompt_size.labels(self._model).observe(length)
-        self.prompt_tokens.labels(self._model).inc(length)
+        self.queued_s.observe((found.first_ns - found.admitted_ns) / 1e9)
+        self.prefill_s.observe((found.done_ns - found.first_ns) / 1e9)
+        self.prompt_size.observe(length)
+        self.prompt_tokens.inc(length)
 
     def answered(self, first_s: float, whole_s: float, num_tokens: int, why: str) -> None:
-        self.whole_s.labels(self._model).observe(whole_s)
-        self.decode_s.labels(self._model).observe(whole_s - first_s)
-        self.answer_size.labels(self._model).observe(num_tokens)
-        self.answer_tokens.labels(self._model).inc(num_tokens)
+        self.whole_s.observe(whole_s)
+        self.decode_s.observe(whole_s - first_s)
+        self.answer_size.observe(num_tokens)
+        self.answer_tokens.inc(num_tokens)
         self.success.labels(self._model, why).inc()
         if num_tokens > 1:
-            self.between_s.labels(self._model).observe((whole_s - first_s) / (num_tokens - 1))
+            self.between_s.observe((whole_s - first_s) / (num_tokens - 1))
 
     def decoding(self, more: int) -> None:
         """The number of decoding requests has changed by `more`."""
         self._num_decoding += more
 
     def first_token(self, seconds: float) -> None:
-        self.first_token_s.labels(self._model).observe(seconds)
+        self.first_token_s.observe(seconds)
 
-    def ran(self, worker: str, num_tokens: int, predicted_ns: int, took_ns: int) -> None:
+    def ran(self, worker: str, predicted_ns: int, took_ns: int) -> None:
         self._slices.labels(self._model, worker).inc()
         if took_ns > predicted_ns:
             self._late.labels(self._model, worker).inc()
@@ -129,10 +128,10 @@ class ServiceMetrics:
 
     def iterated(self, seconds: float) -> None:
         """Thread-safe."""
-        self._iterations.labels(self._model).observe(seconds)
+        self._iterations.observe(seconds)
 
     def trouble(self) -> None:
-        self._trouble.labels(self._model).inc()
+        self._trouble.inc()
 
     def joined(self, worker: str) -> None:
         """Creates its counters with value 0."""
@@ -141,39 +140,37 @@ class ServiceMetrics:
 
     # ---- state -------------------------------------------------------------------------------------------------
     def lanes(self, count: int) -> None:
-        self._lanes.labels(self._model).set(count)
+        self._lanes.set(count)
 
     def gauges(self, dispatcher: Dispatcher) -> None:
         store = dispatcher.store
-        self._running.labels(self._model).set(dispatcher.num_running + self._num_decoding)
-        self._waiting.labels(self._model).set(dispatcher.num_waiting)
-        self._kv_used.labels(self._model).set(store.used_bytes / max(1, store.budget_bytes))
-        self._backlog.labels(self._model).set(dispatcher.planner.num_backlog)
-        self._slowdown.labels(self._model).set(dispatcher.planner.periods.slowdown)
+        self._running.set(dispatcher.num_running + self._num_decoding)
+        self._waiting.set(dispatcher.num_waiting)
+        self._kv_used.set(store.used_bytes / max(1, store.budget_bytes))
+        self._backlog.set(dispatcher.planner.num_backlog)
+        self._slowdown.set(dispatcher.planner.periods.slowdown)
         if dispatcher.limit is not None:
-            self._fill_slowdown.labels(self._model).set(dispatcher.limit.slowdown)
-            self._share.labels(self._model).set(dispatcher.limit.share)
-            self._overcommitted.labels(self._model).set(dispatcher.limit.overcommitted)
+            self._fill_slowdown.set(dispatcher.limit.slowdown)
+            self._share.set(dispatcher.limit.share)
+            self._overcommitted.set(dispatcher.limit.overcommitted)
         waited_ns = sum(waited for waited, _ in self._recent)
         if waited_ns:
-            self._fill.labels(self._model).set(sum(filled for _, filled in self._recent) / waited_ns)
+            self._fill.set(sum(filled for _, filled in self._recent) / waited_ns)
 
     # ---- making them -------------------------------------------------------------------------------------------
+    # With the model's label, they exist with value 0 from the start.
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
-        found = Histogram(name, text, ["model_name"], registry=self.registry, buckets=buckets)
-        found.labels(self._model)  # exists with value 0 from the start
-        return found
+        return Histogram(name, text, ["model_name"], registry=self.registry, buckets=buckets).labels(self._model)
 
-    def _counter(self, name: str, text: str, label: str = "", values: Sequence[str] = ()) -> Counter:
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(name, text, ["model_name"], registry=self.registry).labels(self._model)
+
+    def _counters(self, name: str, text: str, label: str, values: Sequence[str] = ()) -> Counter:
         """`values`: known values of the label."""
-        found = Counter(name, text, ["model_name", label] if label else ["model_name"], registry=self.registry)
+        found = Counter(name, text, ["model_name", label], registry=self.registry)
         for value in values:
             found.labels(self._model, value)
-        if not label:
-            found.labels(self._model)
         return found
 
     def _gauge(self, name: str, text: str) -> Gauge:
-        found = Gauge(name, text, ["model_name"], registry=self.registry)
-        found.labels(self._model)
-        return found
+        return Gauge(name, text, ["model_name"], registry=self.registry).labels(self._model)
