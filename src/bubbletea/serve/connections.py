@@ -1,7 +1,7 @@
 """The service's connections to its workers: sends tasks, receives results.
 
-A worker that connects gets its WorkerOrder. When a connection breaks, the worker is lost and the listener is called at
-once. Everything runs on the service's event loop. Knows frames and workers; not requests, not admission.
+A worker that connects gets its WorkerOrder. When a connection breaks, the worker is lost and the dispatcher is called
+at once. Everything runs on the service's event loop. Knows frames and workers; not requests, not admission.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -42,6 +42,9 @@ from bubbletea.prefill.messages import (
     ticket_of,
 )
 from bubbletea.prefill.service_link import logits_of
+
+if TYPE_CHECKING:
+    from bubbletea.serve.dispatch import Dispatcher
 
 log = logging.getLogger("bubbletea.serve")
 
@@ -73,40 +76,14 @@ class ConnectedWorker:
         return RemotePart(host, port, layers.start, layers.stop, f"{self.datacenter}/{self.name}" if is_secure else "")
 
 
-class Listener(Protocol):
-    """Called on the event loop."""
-
-    @property
-    def has_baseline(self) -> bool:
-        """Iterations of training without prefill were measured: workers need not leave their first steps alone."""
-
-    def joined(self, member: ConnectedWorker) -> None: ...
-
-    def left(self, member: ConnectedWorker) -> None: ...
-
-    def block(self, job: int, attempt: int, block: KvBlock) -> None: ...
-
-    def kept(self, job: int, attempt: int, layer: int, start: int, stop: int) -> None:
-        """A block of keys and values is complete, and stays at its worker."""
-
-    def logits(self, job: int, attempt: int, logits: Tensor) -> None: ...
-
-    def failed(self, job: int, attempt: int, why: str) -> None: ...
-
-    def reported(self, member: ConnectedWorker, ran: list[list[int]], waits: list[list[int]]) -> None:
-        """Pieces [job, attempt, layer, first, last, predicted, took], waits [step, op, began, ended, filled]."""
-
-    def loaded(self, num_tokens: int, took_ns: int) -> None:
-        """A worker has received its layers of a cached prefix."""
-
-
 class WorkerConnections(FrameServer):
     """`find(who)` returns the service's number of a worker and its order, or raises WorkerError to refuse it."""
 
     def __init__(self, token: str, find: Callable[[dict[str, Any]], tuple[int, WorkerOrder]], model: str) -> None:
         super().__init__(token)
         self.find, self.model = find, model
-        self.listener: Listener | None = None
+        self.listener: Dispatcher
+        """Gets all events; set before this listens."""
         self.members: dict[int, ConnectedWorker] = {}
         self._refused: set[str] = set()
         self.num_bytes = 0
@@ -180,7 +157,7 @@ class WorkerConnections(FrameServer):
         finally:
             if self.members.get(member.worker) is member:
                 del self.members[member.worker]
-                if member.ready and self.listener is not None:
+                if member.ready:
                     self.listener.left(member)
 
     async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> ConnectedWorker:
@@ -194,8 +171,8 @@ class WorkerConnections(FrameServer):
                 found.append(self.find(who))
             except WorkerError as error:
                 return {"refused": str(error)}
-            has_baseline = self.listener is not None and self.listener.has_baseline
-            return {"order": found[0][1].to_json(), "now_ns": time.monotonic_ns(), "has_baseline": has_baseline}
+            order, has_baseline = found[0][1].to_json(), self.listener.has_baseline
+            return {"order": order, "now_ns": time.monotonic_ns(), "has_baseline": has_baseline}
 
         who = await self._admit(reader, writer, answer)
         if not found:
@@ -208,7 +185,7 @@ class WorkerConnections(FrameServer):
         names = str(who["name"]), str(who["datacenter"])
         member = ConnectedWorker(worker, *names, int(who["pid"]), transport, order, writer, parts)
         before, self.members[worker] = self.members.get(worker), member
-        if before is not None and before.ready and self.listener is not None:
+        if before is not None and before.ready:
             self.listener.left(before)  # the worker was restarted: its earlier tasks are lost
         return member
 
@@ -223,8 +200,6 @@ class WorkerConnections(FrameServer):
 
     def _take(self, member: ConnectedWorker, frame: WireFrame) -> None:
         listener, fields = self.listener, frame.fields
-        if listener is None:
-            return
         if frame.kind == READY:
             member.ready = True
             listener.joined(member)

@@ -119,6 +119,7 @@ class Dispatcher:
 
     @property
     def has_baseline(self) -> bool:
+        """Iterations of training without prefill were measured: workers need not leave their first steps alone."""
         return self.limit is not None and self.limit.iteration_s > 0
 
     @property
@@ -271,6 +272,7 @@ class Dispatcher:
         self._progress(job, attempt, lambda parcel: parcel.put(block))
 
     def kept(self, job: int, attempt: int, layer: int, start: int, stop: int) -> None:
+        """A block of keys and values is complete, and stays at its worker."""
         self._progress(job, attempt, lambda parcel: parcel.mark(layer, start, stop))
 
     def _progress(self, job: int, attempt: int, note: Callable[[Parcel], None]) -> None:
@@ -298,6 +300,7 @@ class Dispatcher:
             self._again(run, why)
 
     def loaded(self, num_tokens: int, took_ns: int) -> None:
+        """A worker has received its layers of a cached prefix."""
         self.prefixes.times.loaded(num_tokens, took_ns)
 
     def _finish(self, run: _PrefillRun) -> None:
@@ -323,6 +326,7 @@ class Dispatcher:
         self.store.keep(ticket, KEEP_S)
 
     def reported(self, member: ConnectedWorker, ran: list[list[int]], waits: list[list[int]]) -> None:
+        """Pieces [job, attempt, layer, first, last, predicted, took], waits [step, op, began, ended, filled]."""
         for _, _, layer, first, last, predicted_ns, took_ns in ran:
             if layer != HEAD:
                 self.planner.ran(last - first, first, took_ns)
