@@ -16,7 +16,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from bubbletea.handoff.remote_parts import Ticket
 from bubbletea.model_identity import model_id
 from bubbletea.vllm.cache import PagedCache, Share
 from bubbletea.vllm.fetching import WantedTokens, fetch
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
 class Loads(KVConnectorMetadata):  # type: ignore[misc]
     """From the scheduler to the workers, once per step."""
 
-    loads: list[KvLoad[Ticket]]
+    loads: list[KvLoad]
 
 
 class BubbleTeaConnector(KVConnectorBase_V1):  # type: ignore[misc]
@@ -57,7 +56,7 @@ class BubbleTeaConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._settings = ConnectorSettings.of(transfer.kv_connector_extra_config)
         self._block_tokens: int = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self._orders = Orders(self._terms()) if role == KVConnectorRole.SCHEDULER else None
-        self._loader: Loader[Ticket] | None = None
+        self._loader: Loader | None = None
         self._outcome = LoadOutcome()
         self._is_idle = True
 

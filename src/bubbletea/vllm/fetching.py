@@ -17,7 +17,7 @@ import torch
 
 from atlas.errors import AtlasError, WorkerError
 from bubbletea.handoff.fetch import Caller, Fetcher
-from bubbletea.handoff.remote_parts import RemotePart, Ticket
+from bubbletea.handoff.remote_parts import RemotePart
 from bubbletea.kv_blocks import KvBlock
 from bubbletea.vllm.loader import KvLoad, KvSpan
 
@@ -34,7 +34,7 @@ class WantedTokens:
     block_tokens: int
 
 
-def fetch(load: KvLoad[Ticket], wanted: WantedTokens, caller: Caller, timeout_s: float) -> list[KvSpan]:
+def fetch(load: KvLoad, wanted: WantedTokens, caller: Caller, timeout_s: float) -> list[KvSpan]:
     """Every layer from the first token to the last; raises WorkerError or OSError if anything is missing."""
     parts = load.ticket.parts_of(wanted.layers)
     fetching = _Fetching(load, wanted, caller, time.monotonic() + timeout_s, timeout_s)
@@ -49,7 +49,7 @@ def fetch(load: KvLoad[Ticket], wanted: WantedTokens, caller: Caller, timeout_s:
 class _Fetching:
     """One load; the first error interrupts the fetches of all its parts."""
 
-    load: KvLoad[Ticket]
+    load: KvLoad
     wanted: WantedTokens
     caller: Caller
     until_s: float

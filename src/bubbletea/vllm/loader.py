@@ -14,11 +14,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from torch import Tensor
 
 from atlas.errors import AtlasError
+from bubbletea.handoff.remote_parts import Ticket
 from bubbletea.vllm.cache import PagedCache
 
 log = logging.getLogger("vllm.bubbletea")
@@ -28,16 +29,13 @@ STEP_S = 0.010
 IDLE_S = 0.001
 """Wait in a step in which the engine has no other work: without it, the engine would spin and slow the fetches."""
 
-TicketT = TypeVar("TicketT")
-
 
 @dataclass(frozen=True)
-class KvLoad(Generic[TicketT]):
+class KvLoad:
     """Consecutive whole blocks to load, as requested by the scheduler."""
 
     request_id: str
-    ticket: TicketT
-    """The input of `fetch`."""
+    ticket: Ticket
     first_token: int
     block_ids: tuple[int, ...]
     """The blocks of the tokens from `first_token` on."""
@@ -65,26 +63,24 @@ class LoadOutcome:
 
 @dataclass
 class _Arrival:
-    load: KvLoad[Any]
+    load: KvLoad
     spans: list[KvSpan]
     """Emptied as they are written."""
     num_bytes: int = 0
     error: str = ""
 
 
-class Loader(Generic[TicketT]):
+class Loader:
     """`fetch` runs on several threads and raises AtlasError or OSError if a load fails."""
 
-    def __init__(
-        self, cache: PagedCache, fetch: Callable[[KvLoad[TicketT]], Sequence[KvSpan]], num_threads: int = 4
-    ) -> None:
+    def __init__(self, cache: PagedCache, fetch: Callable[[KvLoad], Sequence[KvSpan]], num_threads: int = 4) -> None:
         self.cache, self._fetch = cache, fetch
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="bubbletea")
         self._arrived: deque[_Arrival] = deque()
         self._wake = threading.Event()
         self._num_under_way = 0
 
-    def begin(self, load: KvLoad[TicketT]) -> None:
+    def begin(self, load: KvLoad) -> None:
         self._num_under_way += 1
         self._threads.submit(self._run, load)
 
@@ -109,7 +105,7 @@ class Loader(Generic[TicketT]):
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     # ---- on our threads ----------------------------------------------------------------------------------------
-    def _run(self, load: KvLoad[TicketT]) -> None:
+    def _run(self, load: KvLoad) -> None:
         arrival = _Arrival(load, [])
         try:
             arrival.spans = list(self._fetch(load))

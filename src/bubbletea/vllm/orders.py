@@ -56,8 +56,8 @@ class Orders:
         self.terms = terms
         self._verdicts: dict[str, Ticket | None] = {}
         """By running request with a BubbleTea hand-off; None: nothing (more) to load."""
-        self._new: list[KvLoad[Ticket]] = []
-        self._under_way: dict[str, KvLoad[Ticket]] = {}
+        self._new: list[KvLoad] = []
+        self._under_way: dict[str, KvLoad] = {}
         self._releases = ThreadPoolExecutor(1, thread_name_prefix="bubbletea-release")
 
     def num_loadable(
@@ -88,7 +88,7 @@ class Orders:
         self._under_way[request_id] = load
         self._new.append(load)
 
-    def take(self) -> list[KvLoad[Ticket]]:
+    def take(self) -> list[KvLoad]:
         """The loads to start in this step."""
         taken, self._new = self._new, []
         return taken

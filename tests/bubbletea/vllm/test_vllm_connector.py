@@ -206,13 +206,13 @@ WANTED = WantedTokens(tuple(range(TINY.num_layers)), (0, TINY.num_kv_heads), TIN
 NOWHERE = Ticket("t", "127.0.0.1", 1, "m", 70, (RemotePart("127.0.0.1", 1, 0, 4),))
 
 
-def load_of(params: dict[str, Any], first: int = 16, block_ids: tuple[int, ...] = (9, 2, 5)) -> KvLoad[Ticket]:
+def load_of(params: dict[str, Any], first: int = 16, block_ids: tuple[int, ...] = (9, 2, 5)) -> KvLoad:
     ticket = Ticket.of(params)
     assert ticket is not None
     return KvLoad("r", ticket, first, block_ids)
 
 
-def run(loader: Loader[Ticket], load: KvLoad[Ticket]) -> LoadOutcome:
+def run(loader: Loader, load: KvLoad) -> LoadOutcome:
     """What came of the step in which the load ended."""
     loader.begin(load)
     outcomes = list[LoadOutcome]()
@@ -271,10 +271,10 @@ def test_a_load_from_a_closed_port_or_of_a_released_prefill_fails(prefiller: Pre
 
 
 def test_an_internal_error_does_not_leave_a_request_waiting() -> None:
-    def broken(load: KvLoad[Ticket]) -> list[KvSpan]:
+    def broken(load: KvLoad) -> list[KvSpan]:
         raise KeyError("a bug")
 
-    loader: Loader[Ticket] = Loader(PagedCache(fake_layers(), SIZE), broken)
+    loader: Loader = Loader(PagedCache(fake_layers(), SIZE), broken)
     assert run(loader, KvLoad("r", NOWHERE, 0, (1, 2))).bad_blocks == {1, 2}
 
 
@@ -309,7 +309,7 @@ def test_writing_does_not_delay_an_engine_step_for_long() -> None:
 
     layers = {f"layers.{i}": SlowLayer(2, 1) for i in range(4)}
     kv = [KvSpan(i, 0, torch.zeros(2, 1, SIZE, TINY.head_width)) for i in range(4)]
-    loader: Loader[Ticket] = Loader(PagedCache(layers, SIZE), lambda load: kv)
+    loader: Loader = Loader(PagedCache(layers, SIZE), lambda load: kv)
     written_by_step = [0]
 
     def has_ended() -> bool:
