@@ -229,7 +229,6 @@ def advance(state: State, now_ns: int) -> Changes:
     poured, left = _taken_up(state, now_ns), list[PrefillRequest]()
     while len(state.backlog) and (lane := state.emptiest(now_ns + POUR_NS)) is not None:
         request = state.backlog.pop()
-        assert request is not None
         sizes = (_tried(state, lane, request, chunk, now_ns, in_turn=False) for chunk in state.chunks)
         trial = next((found for found in sizes if found is not None), None) or quote(state, request, now_ns)
         if trial is None:

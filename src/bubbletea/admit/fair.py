@@ -7,7 +7,7 @@ Knows no windows.
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 
@@ -43,11 +43,11 @@ class Backlog:
 
     def __init__(self, shares: TenantShares) -> None:
         self._shares = shares
-        self._queues: dict[str, deque[PrefillRequest]] = {}
-        self._size = 0
+        self._queues: dict[str, list[PrefillRequest]] = {}
+        """Of tenants with requests."""
 
     def __len__(self) -> int:
-        return self._size
+        return sum(map(len, self._queues.values()))
 
     def __iter__(self) -> Iterator[PrefillRequest]:
         return chain.from_iterable(self._queues.values())
@@ -58,35 +58,20 @@ class Backlog:
     def push(self, request: PrefillRequest) -> None:
         if request.tenant not in self._queues:
             self._shares.enter(request.tenant, self._queues)
-            self._queues[request.tenant] = deque()
-        queue = self._queues[request.tenant]
-        at = len(queue)
-        while at and _urgency(queue[at - 1]) > _urgency(request):
-            at -= 1
-        queue.insert(at, request)
-        self._size += 1
+        insort(self._queues.setdefault(request.tenant, []), request, key=_urgency)
 
-    def pop(self) -> PrefillRequest | None:
-        if not self._size:
-            return None
+    def pop(self) -> PrefillRequest:
+        """There is one."""
         tenant = min(self._queues, key=lambda name: (self._shares.served(name), name))
-        return self._take(tenant, self._queues[tenant].popleft())
-
-    def remove(self, request_id: str) -> bool:
-        """Whether it was there."""
-        for tenant, queue in self._queues.items():
-            for request in queue:
-                if request.id == request_id:
-                    queue.remove(request)
-                    self._take(tenant, request)
-                    return True
-        return False
-
-    def _take(self, tenant: str, request: PrefillRequest) -> PrefillRequest:
+        first = self._queues[tenant].pop(0)
         if not self._queues[tenant]:
             del self._queues[tenant]
-        self._size -= 1
-        return request
+        return first
+
+    def remove(self, request_id: str) -> None:
+        """If it is there."""
+        queues = ((tenant, [one for one in queue if one.id != request_id]) for tenant, queue in self._queues.items())
+        self._queues = {tenant: queue for tenant, queue in queues if queue}
 
 
 def _urgency(request: PrefillRequest) -> float:
