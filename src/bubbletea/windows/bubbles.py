@@ -236,18 +236,16 @@ class Forecast:
             self.share = share
             self.version += 1
 
-    def observe(self, start_ns: int, first_ns: Ints, last_ns: Ints) -> bool:
+    def observe(self, start_ns: int, first_ns: Ints, last_ns: Ints) -> None:
         """One observed period: its start, and when its windows opened and closed (absolute times in the Pattern's
-        order; -1 if unknown). True if the forecast changed."""
+        order; -1 if unknown)."""
         origin = start_ns + np.repeat(self.pattern.phase_ns, np.diff(self.pattern.ptr))
         known = (first_ns >= 0) & (last_ns >= 0)
         opened = np.where(known, first_ns - origin - self.pattern.start_ns, 0)
         closed = np.where(known, last_ns - origin - self.pattern.end_ns, 0)
         self.anchor_ns = start_ns
-        if not self.learner.observe(opened, closed, known):
-            return False
+        self.learner.observe(opened, closed, known)
         self.version += 1
-        return True
 
     def replan(self, pattern: Pattern, anchor_ns: int) -> None:
         """Another plan: observations of the old windows are dropped."""

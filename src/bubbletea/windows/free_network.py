@@ -7,6 +7,7 @@ scatters, and on every peer of the cell the slice it relays and, at the other en
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,30 +54,22 @@ def residual_of(timeline: Timeline, job: Job, arrangement: Arrangement) -> Resid
     """From the last period of a Timeline."""
     program = timeline.program
     low_ns, high_ns = span(timeline)
-    uses = _Uses(program.num_workers)
     sync = np.flatnonzero(program.kind == Kind.SYNC)
-    uses.add(program.op_worker[sync], timeline.op_start_ns[sync], timeline.op_end_ns[sync], 1.0)
-    _add_transfers(uses, timeline, job, arrangement)
+    sums = _used(program.op_worker[sync], timeline.op_start_ns[sync], timeline.op_end_ns[sync], 1.0)
     net_bps, index = worker_bps(arrangement.cluster, job.tp), arrangement.cluster.index
-    return _cumulated(uses, low_ns, high_ns, [float(net_bps[index[dc]]) / 8 for dc in _dcs(timeline)])
+    rates = [float(net_bps[index[program.worker_dc(w)]]) / 8 for w in range(program.num_workers)]
+    return _cumulated([sums, *_transfers(timeline, job, arrangement)], low_ns, high_ns, rates)
 
 
-def _dcs(timeline: Timeline) -> list[str]:
-    return [timeline.program.worker_dc(w) for w in range(timeline.program.num_workers)]
+_Use = tuple[Ints, Ints, Ints, NDArray[np.float64]]
+"""Spans in which training takes a share of a worker's outgoing network: worker, start, end, share."""
 
 
-class _Uses:
-    """Spans in which training takes a share of a worker's outgoing network."""
-
-    def __init__(self, num_workers: int) -> None:
-        self.num_workers = num_workers
-        self.parts: list[tuple[Ints, Ints, Ints, NDArray[np.float64]]] = []
-
-    def add(self, worker: Ints, start_ns: Ints, end_ns: Ints, share: float) -> None:
-        self.parts.append((worker, start_ns, end_ns, np.full(len(worker), share)))
+def _used(worker: Ints, start_ns: Ints, end_ns: Ints, share: float) -> _Use:
+    return worker, start_ns, end_ns, np.full(len(worker), share)
 
 
-def _add_transfers(uses: _Uses, timeline: Timeline, job: Job, arrangement: Arrangement) -> None:
+def _transfers(timeline: Timeline, job: Job, arrangement: Arrangement) -> Iterator[_Use]:
     program = timeline.program
     if not program.num_transfers:
         return
@@ -89,7 +82,7 @@ def _add_transfers(uses: _Uses, timeline: Timeline, job: Job, arrangement: Arran
     start, end = timeline.transfer_start_ns, timeline.transfer_sent_ns
     known = np.flatnonzero(src != dst)
     local = known[~program.transfer_crosses[known]]
-    uses.add(pipeline[local] * program.num_ranks + src[local], start[local], end[local], 1.0)
+    yield _used(pipeline[local] * program.num_ranks + src[local], start[local], end[local], 1.0)
     wan = known[program.transfer_crosses[known]]
     net_bps = worker_bps(arrangement.cluster, job.tp)[arrangement.stage_dc[0, : job.pp]]
     for peer in range(program.num_pipelines) if program.sharing else ():
@@ -98,21 +91,20 @@ def _add_transfers(uses: _Uses, timeline: Timeline, job: Job, arrangement: Arran
         slices = np.where(own, program.num_pipelines, 1)
         for rows, at, count in ((src, wan, slices), (dst, wan, np.where(own, 0, 1))):
             share = np.minimum(1.0, count * rate / net_bps[rows[at]])
-            worker = peer * program.num_ranks + rows[at]
-            uses.parts.append((worker, start[at], end[at], share))
+            yield peer * program.num_ranks + rows[at], start[at], end[at], share
     if not program.sharing:
         share = np.minimum(1.0, job.activation_bytes * 8e9 / np.maximum(1, end[wan] - start[wan]) / net_bps[src[wan]])
-        uses.parts.append((pipeline[wan] * program.num_ranks + src[wan], start[wan], end[wan], share))
+        yield pipeline[wan] * program.num_ranks + src[wan], start[wan], end[wan], share
 
 
-def _cumulated(uses: _Uses, low_ns: int, high_ns: int, bytes_per_s: list[float]) -> Residual:
-    worker, start, end, share = (np.concatenate(column) for column in zip(*uses.parts, strict=True))
+def _cumulated(uses: list[_Use], low_ns: int, high_ns: int, bytes_per_s: list[float]) -> Residual:
+    worker, start, end, share = (np.concatenate(column) for column in zip(*uses, strict=True))
     start, end = np.clip(start, low_ns, high_ns) - low_ns, np.clip(end, low_ns, high_ns) - low_ns
     order = np.argsort(worker, kind="stable")
     worker, start, end, share = worker[order], start[order], end[order], share[order]
-    cut = np.searchsorted(worker, np.arange(uses.num_workers + 1))
+    cut = np.searchsorted(worker, np.arange(len(bytes_per_s) + 1))
     period, ptr, ats, lefts = high_ns - low_ns, [0], [], []
-    for w in range(uses.num_workers):
+    for w in range(len(bytes_per_s)):
         own = slice(int(cut[w]), int(cut[w + 1]))
         at, inverse = np.unique(np.concatenate([[0, period], start[own], end[own]]), return_inverse=True)
         change = np.zeros(len(at))

@@ -29,37 +29,30 @@ class Learner:
     def __init__(self, num_slots: int) -> None:
         self._late: NDArray[np.float64] = np.full((num_slots, HISTORY), np.nan)
         self._early = self._late.copy()
-        self._seen = 0
+        self.seen = 0
+        """Periods since the last change of the job."""
         self._outside = 0
         self.drifts = 0
         """How often the history was dropped."""
 
-    @property
-    def seen(self) -> int:
-        """Periods since the last change of the job."""
-        return self._seen
-
-    def observe(self, late_ns: Ints, early_ns: Ints, known: NDArray[np.bool_]) -> bool:
-        """One period: how much later each slot opened, and how much later (negative: earlier) it closed.
-
-        True if margins may have changed."""
+    def observe(self, late_ns: Ints, early_ns: Ints, known: NDArray[np.bool_]) -> None:
+        """One period: how much later each slot opened, and how much later (negative: earlier) it closed."""
         self._outside = self._outside + 1 if self._is_outside(late_ns, early_ns, known) else 0
         if self._outside >= DRIFT_PERIODS:
-            keep = [(self._seen - back) % HISTORY for back in range(1, DRIFT_PERIODS)]
+            keep = [(self.seen - back) % HISTORY for back in range(1, DRIFT_PERIODS)]
             for held in (self._late, self._early):
                 recent = held[:, keep].copy()
                 held[:] = np.nan
                 held[:, : len(keep)] = recent
-            self._seen, self._outside, self.drifts = len(keep), 0, self.drifts + 1
-        column = self._seen % HISTORY
+            self.seen, self._outside, self.drifts = len(keep), 0, self.drifts + 1
+        column = self.seen % HISTORY
         self._late[:, column] = np.where(known, late_ns, np.nan)
         self._early[:, column] = np.where(known, early_ns, np.nan)
-        self._seen += 1
-        return True
+        self.seen += 1
 
     def margins(self, risk: float) -> tuple[Ints, Ints]:
         """By slot: nanoseconds to add to its start and to its end, each exceeded with chance `risk` at most."""
-        count = min(self._seen, HISTORY)
+        count = min(self.seen, HISTORY)
         if not count:
             return np.zeros(len(self._late), np.int64), np.zeros(len(self._late), np.int64)
         rank = math.ceil((1 - risk) * count) - 1
@@ -69,8 +62,8 @@ class Learner:
 
     def _is_outside(self, late_ns: Ints, early_ns: Ints, known: NDArray[np.bool_]) -> bool:
         """Whether most slots are outside their history; the suspected periods are not part of it."""
-        count = min(self._seen, HISTORY)
-        columns = [(self._seen - 1 - back) % HISTORY for back in range(count)][self._outside :]
+        count = min(self.seen, HISTORY)
+        columns = [(self.seen - 1 - back) % HISTORY for back in range(count)][self._outside :]
         if len(columns) < 2 * DRIFT_PERIODS or not known.any():
             return False
         outside = np.zeros(len(known), np.bool_)
