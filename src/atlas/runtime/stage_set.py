@@ -209,7 +209,7 @@ class StageSet:
     # ---- state -------------------------------------------------------------------------------------------------------
     def states(self, layers: Collection[str]) -> dict[str, LayerState]:
         """The whole state of some layers; the tensors may be the live ones."""
-        found = states_of(self.parameters.items(), None if self.zero else self.optimizer, layer_of)
+        found = states_of(self.parameters.items(), None if self.zero else self.optimizer)
         if not self.zero:
             return {layer: found[layer] for layer in layers}
         kept = self._whole_optimizer_state()
@@ -235,7 +235,7 @@ class StageSet:
 
     def restore(self, states: Mapping[str, LayerState]) -> None:
         """Use saved states: this process's part of each (`of_state`)."""
-        restore(states, self.parameters.items(), None if self.zero else self.optimizer, layer_of)
+        restore(states, self.parameters.items(), None if self.zero else self.optimizer)
         if not any(state.optimizer for state in states.values()):
             self.optimizer.start_from_weights()
         if self.zero:

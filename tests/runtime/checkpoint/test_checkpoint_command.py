@@ -16,7 +16,7 @@ import torch
 from atlas.cli import command_parser, main
 from atlas.runtime.checkpoint import Checkpointer, LocalStore, Meta, choose, states_of
 from atlas.runtime.checkpoint.export import export_checkpoint
-from atlas.runtime.models.config import DecoderConfig, gpt, layer_of
+from atlas.runtime.models.config import DecoderConfig, gpt
 from atlas.runtime.models.decoder import build, cuts
 
 LLAMA = DecoderConfig("llama", 3, 32, 4, 2, 8, 48, 96, 128, tied=True)
@@ -31,7 +31,7 @@ def saved(root: Path, config: DecoderConfig = GPT, step: int = 5, *, seed: int =
     for stage, cut in enumerate(cuts(config, (2, 1))):
         decoder = build(config, cut, seed=seed)
         checkpointer = Checkpointer(LocalStore(root / f"dc{stage}/own"), f"p0.s{stage}", layers)
-        checkpointer.save(step, states_of(decoder.named_parameters(), layer_of=layer_of), meta)
+        checkpointer.save(step, states_of(decoder.named_parameters()), meta)
         checkpointer.close()
 
 

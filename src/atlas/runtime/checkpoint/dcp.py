@@ -26,7 +26,7 @@ from atlas.errors import AtlasError
 from atlas.runtime.checkpoint.export import decoder_of
 from atlas.runtime.checkpoint.load import Checkpoint, load_layers
 from atlas.runtime.checkpoint.state import LayerState, restore
-from atlas.runtime.models.config import DecoderConfig, layer_of
+from atlas.runtime.models.config import DecoderConfig
 from atlas.runtime.models.decoder import TIED_HEAD, cuts, empty
 from atlas.runtime.models.export import hf_tensors
 from atlas.runtime.models.huggingface import read_config
@@ -104,7 +104,7 @@ def _renamed(config: DecoderConfig, states: Mapping[str, LayerState]) -> dict[st
     """With the names and shapes of Hugging Face: a decoder is filled with them and written as one."""
     tensors = [tensor for state in states.values() for tensor in state.parameters.values()]
     decoder = empty(config, cuts(config, (config.num_layers,))[0], tensors[0].dtype, "cpu")
-    restore(states, decoder.named_parameters(), layer_of=layer_of)
+    restore(states, decoder.named_parameters())
     return hf_tensors(decoder)
 
 

@@ -17,7 +17,7 @@ from atlas.errors import AtlasError
 from atlas.runtime.assignment import read
 from atlas.runtime.checkpoint.load import Checkpoint, load_layers
 from atlas.runtime.checkpoint.state import restore
-from atlas.runtime.models.config import DecoderConfig, layer_of
+from atlas.runtime.models.config import DecoderConfig
 from atlas.runtime.models.decoder import LayerRange, cuts, empty
 from atlas.runtime.models.export import export_stage, finish_export
 
@@ -81,6 +81,6 @@ def _export(
     states = load_layers(checkpoint, names, optimizer=False)
     dtype = next(iter(next(iter(states.values())).parameters.values())).dtype
     decoder = empty(config, cut, dtype, "cpu")
-    restore(states, decoder.named_parameters(), layer_of=layer_of)
+    restore(states, decoder.named_parameters())
     export_stage(folder, decoder, number, num_shards)
     return dtype

@@ -17,7 +17,7 @@ from atlas.runtime.checkpoint.manifest import IMPORTED, Meta
 from atlas.runtime.checkpoint.object_store import require_object_store
 from atlas.runtime.checkpoint.place import below, names_below, store_at
 from atlas.runtime.checkpoint.state import states_of
-from atlas.runtime.models.config import layer_of, model_layers
+from atlas.runtime.models.config import model_layers
 from atlas.runtime.models.decoder import cuts
 from atlas.runtime.models.huggingface import read_config
 from atlas.runtime.models.weights import load
@@ -42,7 +42,7 @@ def import_hf(folder: Path, place: str, *, progress: Progress = lambda what, don
         progress("importing", number, len(pieces))
         decoder = load(config, cut, folder)
         writer = Checkpointer(store, f"import{number}", layers)
-        writer.save(0, states_of(decoder.named_parameters(), layer_of=layer_of), meta)
+        writer.save(0, states_of(decoder.named_parameters()), meta)
         writer.close()
         if writer.failed:
             raise AtlasError(f"{place}: {next(iter(writer.failed.values()))}. Free some space or choose another place")

@@ -6,7 +6,7 @@ Knows modules and optimizers of torch; not files.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from atlas.errors import AtlasError
+from atlas.runtime.models.config import layer_of
 
 
 class HasState(Protocol):
@@ -24,23 +25,14 @@ class HasState(Protocol):
 
 @dataclass(frozen=True)
 class LayerState:
-    """Names are those in the whole model (`3.norm1.weight`), whatever the stage."""
+    """Names are those in the whole model (`layers.3.mlp.up.weight`), whatever the stage."""
 
     parameters: Mapping[str, Tensor]
     optimizer: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
     """By parameter, then by slot (`exp_avg`). Hyper-parameters belong to the configuration."""
 
 
-def first_word(name: str) -> str:
-    """`3.norm1.weight` belongs to layer `3`."""
-    return name.partition(".")[0]
-
-
-def states_of(
-    parameters: Iterable[tuple[str, Tensor]],
-    optimizer: HasState | None = None,
-    layer_of: Callable[[str], str] = first_word,
-) -> dict[str, LayerState]:
+def states_of(parameters: Iterable[tuple[str, Tensor]], optimizer: HasState | None = None) -> dict[str, LayerState]:
     """By layer; live tensors, not copies. `parameters`: as from `module.named_parameters()`."""
     weights: dict[str, dict[str, Tensor]] = {}
     slots: dict[str, dict[str, dict[str, Tensor]]] = {}
@@ -55,10 +47,7 @@ def states_of(
 
 
 def restore(
-    states: Mapping[str, LayerState],
-    parameters: Iterable[tuple[str, Tensor]],
-    optimizer: HasState | None = None,
-    layer_of: Callable[[str], str] = first_word,
+    states: Mapping[str, LayerState], parameters: Iterable[tuple[str, Tensor]], optimizer: HasState | None = None
 ) -> None:
     """Copy saved states into parameters and their optimizer. Checks everything before it changes anything."""
     pairs = list(parameters)
