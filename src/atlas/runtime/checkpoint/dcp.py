@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,45 +27,42 @@ from atlas.runtime.checkpoint.export import decoder_of
 from atlas.runtime.checkpoint.load import Checkpoint, load_layers
 from atlas.runtime.checkpoint.state import LayerState, restore
 from atlas.runtime.models.config import DecoderConfig
-from atlas.runtime.models.decoder import TIED_HEAD, cuts, empty
+from atlas.runtime.models.decoder import TIED_HEAD, LayerRange, empty
 from atlas.runtime.models.export import hf_tensors
 from atlas.runtime.models.huggingface import read_config
 from atlas.runtime.models.names import source_of
 from atlas.runtime.models.weights import SINGLE
+from atlas.runtime.new_folder import new_folder
 
 MODEL, OPTIMIZER, STEP = "model", "optimizer", "step"
 
 
 def export_dcp(checkpoint: Checkpoint, folder: Path) -> int:
     """Write `folder`, which must not exist yet; the number of its tensors."""
-    if folder.exists():
-        raise AtlasError(f"{folder}: exists already. Name a new folder")
-    config = decoder_of(checkpoint)
-    states = load_layers(checkpoint, checkpoint.layers)
-    found: dict[str, Any] = {MODEL: _renamed(config, states), STEP: torch.tensor(checkpoint.step)}
-    slots = {
-        slot for state in states.values() for kept in state.optimizer.values() for slot, t in kept.items() if t.dim()
-    }
-    if slots:
-        found[OPTIMIZER] = {slot: _renamed(config, _of_slot(states, slot)) for slot in sorted(slots)}
-    unfinished = folder.with_name(f".{folder.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    try:
+    with new_folder(folder) as unfinished:
+        config = decoder_of(checkpoint)
+        states = load_layers(checkpoint, checkpoint.layers)
+        found: dict[str, Any] = {MODEL: _renamed(config, states), STEP: torch.tensor(checkpoint.step)}
+        kept = [slots for state in states.values() for slots in state.optimizer.values()]
+        slots = {slot for of_parameter in kept for slot, tensor in of_parameter.items() if tensor.dim()}
+        if slots:
+            found[OPTIMIZER] = {slot: _renamed(config, _of_slot(states, slot)) for slot in sorted(slots)}
         with _quiet():
             save(found, checkpoint_id=str(unfinished), no_dist=True)
-        unfinished.replace(folder)
-    except OSError as error:
-        raise AtlasError(f"{folder}: {error.strerror or error}. Free some space or choose another place") from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
     return len(found[MODEL]) * (1 + len(slots))
 
 
 def import_dcp(folder: Path, config_file: Path, out: Path) -> int:
     """Write a Hugging Face folder `out` from the weights of a DCP folder; the number of tensors."""
-    if out.exists():
-        raise AtlasError(f"{out}: exists already. Name a new folder")
-    config = read_config(config_file)
+    with new_folder(out) as unfinished:
+        wanted = _names(read_config(config_file))
+        state = _read_weights(folder, wanted)
+        save_file({name: state[f"{MODEL}.{name}"] for name in wanted}, unfinished / SINGLE, metadata={"format": "pt"})
+        shutil.copy(config_file / "config.json" if config_file.is_dir() else config_file, unfinished / "config.json")
+    return len(wanted)
+
+
+def _read_weights(folder: Path, wanted: Sequence[str]) -> dict[str, Tensor]:
     if not (folder / ".metadata").is_file():
         raise AtlasError(f"{folder}: no .metadata in it. Name a folder of torch.distributed.checkpoint")
     listed = FileSystemReader(folder).read_metadata().state_dict_metadata
@@ -74,7 +71,6 @@ def import_dcp(folder: Path, config_file: Path, out: Path) -> int:
         for name, kept in listed.items()
         if name.startswith(f"{MODEL}.") and isinstance(kept, TensorStorageMetadata)
     }
-    wanted = _names(config)
     missing = sorted(name for name in wanted if f"{MODEL}.{name}" not in state)
     if missing:
         raise AtlasError(
@@ -83,13 +79,7 @@ def import_dcp(folder: Path, config_file: Path, out: Path) -> int:
         )
     with _quiet():
         load(state, checkpoint_id=str(folder), no_dist=True)
-    unfinished = out.with_name(f".{out.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    save_file({name: state[f"{MODEL}.{name}"] for name in wanted}, unfinished / SINGLE, metadata={"format": "pt"})
-    shutil.copy(config_file / "config.json" if config_file.is_dir() else config_file, unfinished / "config.json")
-    unfinished.replace(out)
-    return len(wanted)
+    return state
 
 
 def _of_slot(states: Mapping[str, LayerState], slot: str) -> dict[str, LayerState]:
@@ -103,13 +93,13 @@ def _of_slot(states: Mapping[str, LayerState], slot: str) -> dict[str, LayerStat
 def _renamed(config: DecoderConfig, states: Mapping[str, LayerState]) -> dict[str, Tensor]:
     """With the names and shapes of Hugging Face: a decoder is filled with them and written as one."""
     tensors = [tensor for state in states.values() for tensor in state.parameters.values()]
-    decoder = empty(config, cuts(config, (config.num_layers,))[0], tensors[0].dtype, "cpu")
+    decoder = empty(config, LayerRange.whole(config), tensors[0].dtype, "cpu")
     restore(states, decoder.named_parameters())
     return hf_tensors(decoder)
 
 
 def _names(config: DecoderConfig) -> list[str]:
-    decoder = empty(config, cuts(config, (config.num_layers,))[0], torch.float32, "meta")
+    decoder = empty(config, LayerRange.whole(config), torch.float32, "meta")
     names = (name for name, _ in decoder.named_parameters() if not (config.tied and name == TIED_HEAD))
     return list(dict.fromkeys(source_of(config, name).name for name in names))
 

@@ -7,7 +7,6 @@ Knows checkpoints and decoders. Optimizer state is not exported.
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from atlas.runtime.checkpoint.state import restore
 from atlas.runtime.models.config import DecoderConfig
 from atlas.runtime.models.decoder import LayerRange, cuts, empty
 from atlas.runtime.models.export import export_stage, finish_export
+from atlas.runtime.new_folder import new_folder
 
 MAX_SHARD_BYTES = 4 << 30
 Progress = Callable[[str, int, int], None]
@@ -44,23 +44,14 @@ def export_checkpoint(
     progress: Progress = lambda what, done, total: None,
 ) -> int:
     """Write `folder`, which must not exist yet; the number of its shards."""
-    if folder.exists():
-        raise AtlasError(f"{folder}: exists already. Name a new folder")
-    config = decoder_of(checkpoint)
-    shards = _shards(checkpoint, config, max_shard_bytes)
-    unfinished = folder.with_name(f".{folder.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    try:
+    with new_folder(folder) as unfinished:
+        config = decoder_of(checkpoint)
+        shards = _shards(checkpoint, config, max_shard_bytes)
         dtype = torch.float32
         for number, cut in enumerate(shards):
             progress("exporting", number, len(shards))
             dtype = _export(checkpoint, config, cut, unfinished, number, len(shards))
         finish_export(unfinished, config, len(shards), dtype)
-        unfinished.replace(folder)
-    except OSError as error:
-        raise AtlasError(f"{folder}: {error.strerror or error}. Free some space or choose another place") from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
     return len(shards)
 
 

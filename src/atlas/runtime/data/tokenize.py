@@ -7,8 +7,6 @@ token. Knows text and shards.
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -18,6 +16,7 @@ import numpy as np
 from atlas.errors import AtlasError
 from atlas.runtime.data.shard import HEADER_BYTES, SUFFIX, ShardWriter
 from atlas.runtime.data.tokenizers import Tokenizer
+from atlas.runtime.new_folder import new_folder
 
 SHARD_TOKENS = 1 << 27
 """Of one file: 256 MiB at two bytes a token."""
@@ -41,11 +40,7 @@ def tokenize(
     """Write the shards of `inputs`, in order, to the new folder `out`; their paths."""
     if shard_tokens < 1:
         raise AtlasError(f"shards of {shard_tokens} tokens: each holds at least one. Choose a larger --shard-tokens")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise AtlasError(f"{out}: exists already. Choose another folder, or delete it first")
-    part = out.with_name(f".{out.name}.{os.getpid()}.part")
-    try:
-        part.mkdir(parents=True)
+    with new_folder(out, may_be_empty=True) as part:
         shards = _Shards(part, tokenizer, shard_tokens)
         for done, path in enumerate(inputs):
             progress(path.name, done, len(inputs))
@@ -54,13 +49,6 @@ def tokenize(
         if not shards.num_tokens:
             raise AtlasError(f"{', '.join(map(str, inputs))}: no text. Give at least one file that is not empty")
         names = [path.name for path in shards.finish()]
-        part.replace(out)
-    except OSError as error:
-        raise AtlasError(
-            f"{error.filename or out}: {error.strerror or error}. Check the path, free some space or choose another"
-        ) from error
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
     return [out / name for name in names]
 
 

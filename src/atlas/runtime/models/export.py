@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from atlas.errors import WorkerError
+from atlas.ir.replace import write_whole
 from atlas.runtime.models.config import DecoderConfig
 from atlas.runtime.models.decoder import TIED_HEAD, Decoder
 from atlas.runtime.models.huggingface import write_config
@@ -83,6 +84,4 @@ def _joined(found: list[tuple[HfTensor, Tensor]]) -> Tensor:
 
 
 def _write_json(path: Path, content: object) -> None:
-    unfinished = path.with_name(path.name + ".unfinished")
-    unfinished.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    unfinished.replace(path)
+    write_whole(path, f"{json.dumps(content, indent=2)}\n".encode())
