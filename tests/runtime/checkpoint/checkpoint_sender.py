@@ -1,12 +1,11 @@
-"""`python checkpoint_sender.py PORT OWN`: saves a large checkpoint and copies it to the keeper `west/w` at PORT, on
-and on, until somebody kills it. Says where it listens, then a word for every file under way.
+"""`python checkpoint_sender.py PORT OWN`: saves a large checkpoint and copies it to the keeper `west/w` at PORT. Says
+where it listens, then a word for every file under way. It stops in the middle of the last one, until it is killed.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -18,16 +17,22 @@ from atlas.wan.transport.base import PeerRoute
 from atlas.wan.transport.endpoint import Endpoint
 
 SIZE = 400_000
+NUM_FILES = 4
 
 
 class Told(RemoteStore):
-    """Says so when it is in the middle of a file."""
+    """Says so when it is in the middle of a file, and stays in the middle of the last one."""
+
+    num_files = 0
 
     def write(self, name: str, chunks: Iterable[Chunk]) -> None:
         def watched() -> Iterable[Chunk]:
             for number, chunk in enumerate(chunks):
                 if number == 1:
                     print("sending", name, flush=True)
+                    self.num_files += 1
+                    if self.num_files == NUM_FILES:
+                        threading.Event().wait()
                 yield chunk
 
         super().write(name, watched())
@@ -41,7 +46,7 @@ def main(port: int, root: Path) -> None:
     endpoint = Endpoint("east/w")
     print(endpoint.address[1], flush=True)
     target = Told(CheckpointClient(endpoint, "west/w", PeerRoute(("127.0.0.1", port))), copies_of("east"))
-    Replicator(source, target, yield_way=lambda: time.sleep(0.1)).start()
+    Replicator(source, target).start()
     threading.Event().wait()
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from checkpoint_samples import LAYERS, Faulty, choose_verified, meta_at, numbered, same
+from checkpoint_sender import NUM_FILES
 
 from atlas.errors import WorkerError
 from atlas.runtime.checkpoint import (
@@ -29,7 +30,15 @@ from atlas.runtime.checkpoint import (
     copies_of,
     load_layers,
 )
-from atlas.runtime.checkpoint.calls import CALL_LANE, MAX_QUEUED_BYTES, PIECE_BYTES, WINDOW_BYTES, pack, unpack
+from atlas.runtime.checkpoint.calls import (
+    CALL_LANE,
+    MAX_QUEUED_BYTES,
+    PIECE_BYTES,
+    WINDOW_BYTES,
+    error_reply,
+    pack,
+    unpack,
+)
 from atlas.runtime.checkpoint.client import READ_AHEAD_BYTES, StoreCall
 from atlas.runtime.checkpoint.fetch import FetchFolder
 from atlas.runtime.checkpoint.manifest import SaveId, parts_of
@@ -192,7 +201,7 @@ def test_a_kill_in_the_middle_of_a_copy_leaves_nothing_that_counts(tmp_path: Pat
         try:
             assert process.stdout is not None
             server.admit({"east/w": PeerRoute(("127.0.0.1", int(process.stdout.readline())))})
-            for _ in range(4):
+            for _ in range(NUM_FILES):
                 under_way = process.stdout.readline().split()[1]
             if victim == "sender":
                 process.send_signal(signal.SIGKILL)
@@ -254,6 +263,10 @@ def test_a_node_writes_only_to_the_copies_of_its_own_datacenter(sites: Make) -> 
     with pytest.raises(PermissionError, match="is outside"):
         east.replica.open("../own/secret")
     assert west.own.names() == west.kept.names() == []
+
+
+def test_a_missing_blob_is_reported_as_missing_also_without_an_error_number() -> None:
+    assert error_reply(FileNotFoundError("as obstore raises it"))["errno"] == errno.ENOENT
 
 
 def test_a_blob_with_another_hash_is_discarded(sites: Make) -> None:

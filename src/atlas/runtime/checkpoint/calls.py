@@ -53,5 +53,5 @@ def unpack(message: memoryview) -> tuple[dict[str, Any], memoryview]:
 
 def error_reply(error: OSError) -> dict[str, Any]:
     """The reply to a call that failed."""
-    codes = {PermissionError: errno.EACCES, TimeoutError: errno.ETIMEDOUT}
-    return {"errno": error.errno or codes.get(type(error), errno.EIO), "error": error.strerror or str(error)}
+    unnumbered = errno.ENOENT if isinstance(error, FileNotFoundError) else errno.EIO  # obstore's have no number
+    return {"errno": error.errno or unnumbered, "error": error.strerror or str(error)}

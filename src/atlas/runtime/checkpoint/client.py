@@ -7,7 +7,6 @@ disk and replied. Failures are OSErrors; those of the server's disk keep their e
 
 from __future__ import annotations
 
-import hashlib
 import io
 import itertools
 import json
@@ -28,6 +27,7 @@ from atlas.runtime.checkpoint.calls import (
     unpack,
 )
 from atlas.runtime.checkpoint.store import BlobFile, Chunk
+from atlas.runtime.checkpoint.tensors import Tally
 from atlas.wan.transport.base import Handle, Key, PeerRoute
 from atlas.wan.transport.endpoint import Endpoint
 
@@ -107,18 +107,15 @@ class RemoteStore:
         return f"{self.client.peer}:{self.store}"
 
     def write(self, name: str, chunks: Iterable[Chunk]) -> None:
-        upload, digest, num_bytes = next(self.client.upload_numbers), hashlib.sha256(), 0
-        window = CallWindow()
+        upload, tally, window = next(self.client.upload_numbers), Tally(), CallWindow()
         window.add(self._call("begin", name, upload=upload))
         try:
-            for piece in _pieces(chunks):
-                digest.update(piece)
-                num_bytes += len(piece)
+            for piece in tally.through(_pieces(chunks)):
                 window.add(self.client.call("piece", piece, upload=upload, name=name))
         except BaseException:
             self.client.call("drop", upload=upload, name=name)
             raise
-        window.add(self.client.call("end", upload=upload, name=name, bytes=num_bytes, sha256=digest.hexdigest()))
+        window.add(self.client.call("end", upload=upload, name=name, bytes=tally.num_bytes, sha256=tally.sha256))
         window.drain()
 
     def open(self, name: str) -> BinaryIO:

@@ -7,7 +7,6 @@ which layers are needed.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 from collections.abc import Collection, Sequence
@@ -17,7 +16,7 @@ from pathlib import Path
 from atlas.errors import AtlasError, WorkerError
 from atlas.runtime.checkpoint.manifest import Blob, SaveId
 from atlas.runtime.checkpoint.store import BlobStore, LocalStore
-from atlas.runtime.checkpoint.tensors import chunks_of
+from atlas.runtime.checkpoint.tensors import Tally, chunks_of
 
 PARTIAL = "partial"
 NUM_AT_ONCE = 4
@@ -73,19 +72,17 @@ class FetchFolder:
 
     def _continue(self, store: BlobStore, blob: Blob, target: Path) -> bool:
         """Fetch what is missing; whether all of it, what was there included, has the blob's hash."""
-        partial, digest = self._partial / blob.sha256, hashlib.sha256()
+        partial, tally = self._partial / blob.sha256, Tally()
         with partial.open("a+b") as out:
             out.seek(0)
             for chunk in chunks_of(out):
-                digest.update(chunk)
+                tally.add(chunk)
             with store.open(blob.name) as file:
                 file.seek(out.tell())
-                for chunk in chunks_of(file):
-                    digest.update(chunk)
-                    out.write(chunk)
+                out.writelines(tally.through(chunks_of(file)))
             out.flush()
             os.fsync(out.fileno())
-        if digest.hexdigest() != blob.sha256:
+        if tally.sha256 != blob.sha256:
             partial.unlink()
             return False
         target.parent.mkdir(parents=True, exist_ok=True)

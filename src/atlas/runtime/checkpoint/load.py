@@ -113,8 +113,8 @@ def _read(store: BlobStore, blob: Blob, *, at_once: bool = True) -> bytes:
         with store.open(blob.name) as file:
             if at_once:
                 data = file.read()
-            for _ in tally.through([data] if at_once else chunks_of(file)):
-                pass
+            for chunk in [data] if at_once else chunks_of(file):
+                tally.add(chunk)
     except OSError as error:
         raise AtlasError(f"{where}: cannot be read: {error.strerror or error}. {_REMEDY}") from error
     if (tally.num_bytes, tally.sha256) != (blob.num_bytes, blob.sha256):

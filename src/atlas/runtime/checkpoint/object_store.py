@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import Any, BinaryIO, cast
 
 from atlas.errors import AtlasError, MissingExtraError
-from atlas.runtime.checkpoint.store import BlobFile, Chunk, write_blob
+from atlas.runtime.checkpoint.store import BlobFile, Chunk, checked, write_blob
 
 _URL = re.compile(r"s3://(?P<bucket>[a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(?P<prefix>(/[^/]+)*)")
 PUT_BYTES, PUTS_AT_ONCE = 16 << 20, 4
@@ -71,11 +71,11 @@ class S3BlobStore:
 
     def create(self, name: str) -> ObjectWriter:
         """A blob to be written piece by piece."""
-        return ObjectWriter(self, _checked(name))
+        return ObjectWriter(self, checked(name))
 
     def open(self, name: str) -> BinaryIO:
         with _os_errors():
-            num_bytes = int(self._api.head(self._objects, _checked(name))["size"])
+            num_bytes = int(self._api.head(self._objects, checked(name))["size"])
         return cast(BinaryIO, io.BufferedReader(ObjectReader(self, name, num_bytes), READ_BYTES))
 
     def names(self, prefix: str = "") -> list[str]:
@@ -87,7 +87,7 @@ class S3BlobStore:
 
     def delete(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError), _os_errors():
-            self._api.delete(self._objects, _checked(name))
+            self._api.delete(self._objects, checked(name))
 
     def folders(self) -> list[str]:
         """Names of what lies directly below, and has objects in it."""
@@ -171,9 +171,3 @@ def _line(error: Exception) -> str:
     text = str(error).partition("\n\nDebug source")[0]
     said = re.search(r"<Message>(.*?)</Message>", text)
     return said[1] if said else " ".join(text.split())
-
-
-def _checked(name: str) -> str:
-    if not name or name.startswith("/") or ".." in name.split("/"):
-        raise PermissionError(errno.EACCES, f"{name!r} is outside the store")
-    return name

@@ -8,7 +8,6 @@ checkpoints.
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import logging
 import queue
@@ -30,6 +29,7 @@ from atlas.runtime.checkpoint.calls import (
     unpack,
 )
 from atlas.runtime.checkpoint.store import BlobWriter, Chunk, PlaceStore
+from atlas.runtime.checkpoint.tensors import Tally
 from atlas.wan.transport.base import Key, PeerRoute
 from atlas.wan.transport.endpoint import Endpoint
 
@@ -213,11 +213,10 @@ class PeerSession:
             if upload.error is not None:
                 raise upload.error
             if request.verb == "piece":
-                upload.digest.update(request.payload)
-                upload.num_bytes += len(request.payload)
+                upload.tally.add(request.payload)
                 upload.writer.write(request.payload)
             elif request.verb == "end":
-                if (upload.num_bytes, upload.digest.hexdigest()) != (request.header["bytes"], request.header["sha256"]):
+                if (upload.tally.num_bytes, upload.tally.sha256) != (request.header["bytes"], request.header["sha256"]):
                     raise OSError(errno.EIO, "the received data have another hash than the sent data")
                 upload.writer.commit()
         except OSError as error:
@@ -238,6 +237,5 @@ class _Upload:
     """A blob that is being received."""
 
     writer: BlobWriter
-    digest: hashlib._Hash = field(default_factory=hashlib.sha256)
-    num_bytes: int = 0
+    tally: Tally = field(default_factory=Tally)
     error: OSError | None = None

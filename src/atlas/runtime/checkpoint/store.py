@@ -7,11 +7,12 @@ Knows names and bytes, not what they mean. Failures are OSErrors; the caller dec
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import itertools
 import os
 from collections.abc import Iterable
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import BinaryIO, Protocol
 
 Chunk = bytes | memoryview
@@ -83,6 +84,13 @@ def write_blob(writer: BlobWriter, chunks: Iterable[Chunk]) -> None:
         writer.close()
 
 
+def checked(name: str) -> str:
+    """The name of a blob; raises PermissionError for one outside its store."""
+    if {"", ".", ".."} & set(name.split("/")):
+        raise PermissionError(errno.EACCES, f"{name!r} is outside the store")
+    return name
+
+
 class LocalStore:
     """A folder. Writes go to a hidden file beside the target, which is flushed to the disk and renamed."""
 
@@ -122,10 +130,7 @@ class LocalStore:
                 path.parent.rmdir()
 
     def _path(self, name: str) -> Path:
-        parts = PurePosixPath(name).parts
-        if not parts or PurePosixPath(name).is_absolute() or ".." in parts:
-            raise PermissionError(f"{name!r} is outside {self.root}")
-        return self.root.joinpath(*parts)
+        return self.root / checked(name)
 
 
 class FileWriter:

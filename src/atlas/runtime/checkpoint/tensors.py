@@ -56,16 +56,19 @@ def stream(tensors: Mapping[str, Tensor]) -> Iterator[Chunk]:
 
 
 class Tally:
-    """Counts and hashes the bytes of a stream."""
+    """Counts and hashes the bytes that pass."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
         self._digest = hashlib.sha256()
 
+    def add(self, chunk: Chunk) -> None:
+        self._digest.update(chunk)
+        self.num_bytes += len(chunk)
+
     def through(self, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
         for chunk in chunks:
-            self._digest.update(chunk)
-            self.num_bytes += len(chunk)
+            self.add(chunk)
             yield chunk
 
     @property
