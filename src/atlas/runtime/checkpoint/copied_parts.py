@@ -10,7 +10,7 @@ import json
 from dataclasses import asdict, dataclass
 
 from atlas.errors import AtlasError
-from atlas.runtime.checkpoint.manifest import SUFFIX, SaveId, ids, part_name
+from atlas.runtime.checkpoint.manifest import SaveId, part_name, part_names
 from atlas.runtime.checkpoint.store import BlobStore
 
 RECORD_SUFFIX = ".replicated.json"
@@ -65,11 +65,4 @@ def forget_targets(store: BlobStore, writer: str, but: str | None = None) -> Non
 def not_copied(store: BlobStore) -> set[SaveId]:
     """Saves with a part that some Replicator has still to copy."""
     records = read_records(store)
-    if not records:
-        return set()
-    waiting = set()
-    for id in ids(store):
-        names = [name for name in store.names(id.folder) if name.endswith(SUFFIX)]
-        if any(r.covers(id, name) and name not in r.parts for r in records for name in names):
-            waiting.add(id)
-    return waiting
+    return {id for id, name in part_names(store) if any(r.covers(id, name) and name not in r.parts for r in records)}

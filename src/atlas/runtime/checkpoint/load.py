@@ -50,7 +50,8 @@ def choose(stores: Sequence[BlobStore], *, step: int | None = None, report: Repo
     if step is None:
         return None
     there = ", ".join(str(id.step) for id in found) or "none"
-    raise AtlasError(f"{_named(stores)}: no complete checkpoint of step {step}. Saves found: {there}")
+    where = ", ".join(map(str, stores)) or "no store"
+    raise AtlasError(f"{where}: no complete checkpoint of step {step}. Saves found: {there}")
 
 
 def _assemble(stores: Sequence[BlobStore], id: SaveId, report: Report) -> Checkpoint | None:
@@ -147,7 +148,3 @@ def _error_of(store: BlobStore, blob: Blob) -> str | None:
     except AtlasError as error:
         return str(error)
     return None
-
-
-def _named(stores: Sequence[BlobStore]) -> str:
-    return ", ".join(map(str, stores)) or "no store"

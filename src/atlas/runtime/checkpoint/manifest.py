@@ -155,6 +155,12 @@ def ids(store: BlobStore) -> set[SaveId]:
     return {SaveId(int(match[2]), int(match[1])) for match in found if match}
 
 
+def part_names(store: BlobStore) -> list[tuple[SaveId, str]]:
+    """The parts in the store, those of the oldest save first."""
+    names = [name for name in store.names("step-") if name.endswith(SUFFIX)]
+    return sorted((SaveId(int(match[2]), int(match[1])), match.string) for match in map(_FOLDER.match, names) if match)
+
+
 def read_part(store: BlobStore, name: str) -> Part:
     with store.open(name) as file:
         return Part.from_json(file.read(), f"{store}/{name}")

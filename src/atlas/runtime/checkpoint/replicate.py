@@ -14,7 +14,7 @@ from dataclasses import replace
 from atlas.errors import AtlasError
 from atlas.runtime.checkpoint.checkpointer import Report, log
 from atlas.runtime.checkpoint.copied_parts import CopiedParts, read_records
-from atlas.runtime.checkpoint.manifest import SUFFIX, Blob, SaveId, ids, read_part
+from atlas.runtime.checkpoint.manifest import Blob, SaveId, part_names, read_part
 from atlas.runtime.checkpoint.retention import Retention
 from atlas.runtime.checkpoint.store import BlobStore, Chunk
 from atlas.runtime.checkpoint.tensors import Tally, chunks_of
@@ -133,10 +133,8 @@ class Replicator:
         done = set(self._record.parts) & set(self.target.names("step-")) | self._refused
         return [
             (id, name)
-            for id in sorted(ids(self.source))
-            if not self.retention.is_past(id)
-            for name in self.source.names(id.folder)
-            if name.endswith(SUFFIX) and self._record.covers(id, name) and name not in done
+            for id, name in part_names(self.source)
+            if not self.retention.is_past(id) and self._record.covers(id, name) and name not in done
         ]
 
     def _copy_part(self, id: SaveId, name: str) -> None:
@@ -150,7 +148,7 @@ class Replicator:
             return
         self.target.write(name, [part.to_json()])
         self._on_copied(id)  # before the record is saved, which fails if the own disk is full
-        here = {name for id in ids(self.source) for name in self.source.names(id.folder)}
+        here = {name for _, name in part_names(self.source)}
         self._record = replace(self._record, parts=(*(part for part in self._record.parts if part in here), name))
         self._record.save(self.source)
 
