@@ -19,7 +19,7 @@ from atlas.runtime.models.config import DecoderConfig, gpt
 from atlas.runtime.models.decoder import TIED_EMBEDDING, TIED_HEAD, LayerRange, build, loss_of
 from atlas.runtime.models.task import DecoderTask
 from atlas.runtime.models.tied import join, joined
-from atlas.runtime.optimizer import AdamW, clip, global_norm, squares
+from atlas.runtime.optimizer import AdamW, clip_factor, global_norm, norms_of, squares_of
 from atlas.runtime.recipe import LearningRate, OptimizerSettings
 from atlas.runtime.stage import Stage
 
@@ -75,8 +75,8 @@ def gradients_of(stages: list[Stage]) -> dict[str, Tensor]:
     """By name, the tied ends joined."""
     found = {}
     for stage in stages:
-        for (name, parameter), gradient in zip(stage.named_parameters.items(), stage.gradients.total(), strict=True):
-            parameter.grad = gradient.clone()
+        for name, parameter in stage.named_parameters.items():
+            parameter.grad = stage.flat.gradient_of[name].clone()
             found[name] = parameter
     if stages[0].module.config.tied:
         join(found)
@@ -179,6 +179,11 @@ def test_a_split_backward_frees_the_graph_and_leaves_the_products_for_later() ->
 
 
 # ---- tied ends -------------------------------------------------------------------------------------------------------
+def squares(stage: Stage) -> list[float]:
+    gradients = [stage.named_parameters[name].grad for name in stage.counted]
+    return squares_of(norms_of([gradient for gradient in gradients if gradient is not None]))
+
+
 def test_tied_ends_on_two_stages_stay_one_matrix_and_equal_one_stage() -> None:
     whole, split = stages_of(task_of(QWEN, (3,))), stages_of(task_of(QWEN, (1, 2)))
     settings = OptimizerSettings(LearningRate(1e-2))
@@ -188,21 +193,20 @@ def test_tied_ends_on_two_stages_stay_one_matrix_and_equal_one_stage() -> None:
         for stages in (whole, split):
             run(stages, ORDERS["gpipe"], step * NUM_MICROBATCHES)
             for stage in stages:
-                for parameter, gradient in zip(stage.parameters, stage.gradients.total(), strict=True):
-                    parameter.grad = gradient
+                stage.adopt()
         join(whole[0].named_parameters)
         first, last = (stage.named_parameters for stage in split)
         gradients = first[TIED_EMBEDDING].grad, last[TIED_HEAD].grad  # each end receives the other's
         assert gradients[0] is not None
         assert gradients[1] is not None
         first[TIED_EMBEDDING].grad, last[TIED_HEAD].grad = joined(*gradients), joined(*gradients)
-        norms = [global_norm([squares(s.named_parameters, s.counted) for s in stages]) for stages in (whole, split)]
+        norms = [global_norm(map(squares, stages)) for stages in (whole, split)]
         assert norms[0] == norms[1] > 0.1
         once = [p.grad.flatten() for n, p in whole[0].named_parameters.items() if n != TIED_HEAD and p.grad is not None]
         assert abs(norms[0] - torch.cat(once).norm().item()) <= 1e-6 * norms[0]
-        for stage in [*whole, *split]:
-            assert clip(stage.named_parameters, norms[0], 0.1) < 1.0
         for optimizer in (together, *apart):
+            optimizer.factor = clip_factor(norms[0], 0.1)
+            assert optimizer.factor < 1.0
             optimizer.step()
             optimizer.zero_grad()
         mine = {**first, **last}
@@ -219,17 +223,18 @@ def test_bf16_stages_sum_in_float32_and_step_by_master_weights() -> None:
     run(stages, ORDERS["split"])
     exact = alone(replace(QWEN, tied=False))
     for stage in stages:
-        for (name, parameter), total in zip(stage.named_parameters.items(), stage.gradients.total(), strict=True):
+        for name, parameter in stage.named_parameters.items():
+            total = stage.flat.gradient_of[name]
             assert parameter.dtype == torch.bfloat16
             assert total.dtype == torch.float32
             assert (total - exact[name]).norm() <= 0.1 * exact[name].norm(), name
             parameter.grad = total
         optimizer = AdamW(stage.named_parameters, OptimizerSettings(LearningRate(1e-6)))
-        before = [p.detach().clone() for p in stage.parameters]
+        before = [p.detach().clone() for p in stage.named_parameters.values()]
         for _ in range(4):
             optimizer.step()
         # Each step is far below bf16's resolution; the masters hold on to it.
-        masters = [optimizer.state[p]["master"] for p in stage.parameters]
+        masters = [optimizer.state[p]["master"] for p in stage.named_parameters.values()]
         assert all(bool((m != b.float()).any()) for m, b in zip(masters, before, strict=True))
 
 

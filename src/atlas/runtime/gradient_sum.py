@@ -98,8 +98,3 @@ class GradientSum:
         for product in products:
             multiply(product, self._sums[id(product.weight)], first=False)
         self._multiply(products, first=True)
-
-    def total(self) -> list[Tensor]:
-        """The sums, which change again with the next iteration."""
-        assert self.num_added > 0, "no backward has run"
-        return list(self._sums.values())

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from atlas.errors import WorkerError
 from atlas.runtime.flat import FlatParameters
 from atlas.runtime.recipe import OptimizerSettings, wrong
 
@@ -207,22 +206,13 @@ OPTIMIZERS: dict[str, type[Sgd]] = {"sgd": Sgd, "adamw": AdamW}
 
 
 # ---- clipping: workers exchange squared norms and combine them alike --------------------------------------------
-@torch.no_grad()
-def squares(parameters: Parameters, counted: Collection[str] | None = None) -> list[float]:
-    """The squared norm of each gradient of one worker that is in `counted`: 8 bytes each over the WAN."""
-    gradients = [p.grad for n, p in parameters.items() if p.grad is not None and (counted is None or n in counted)]
-    if not gradients:
-        return []
-    return squares_of(norms_of(gradients))
-
-
 def norms_of(gradients: Sequence[Tensor]) -> Tensor:
     """Of each of these float32 gradients, on their device."""
     return torch.stack(torch._foreach_norm(list(gradients)))
 
 
 def squares_of(norms: Tensor) -> list[float]:
-    """Waits for the device."""
+    """8 bytes each over the WAN. Waits for the device."""
     return [norm * norm for norm in norms.tolist()]
 
 
@@ -233,20 +223,4 @@ def global_norm(parts: Iterable[Iterable[float]]) -> float:
 
 def clip_factor(norm: float, max_norm: float) -> float:
     """What gradients of this global norm are multiplied by, so that it is at most `max_norm`."""
-    if not math.isfinite(norm):
-        raise WorkerError(
-            f"the gradients' global norm is {norm}: the training has diverged; "
-            "resume from an earlier checkpoint with a smaller learning rate or a longer warm-up"
-        )
     return min(1.0, max_norm / (norm + 1e-6))
-
-
-@torch.no_grad()
-def clip(parameters: Parameters, norm: float, max_norm: float) -> float:
-    """Scale the gradients so that their global norm is at most `max_norm`; returns the factor."""
-    factor = clip_factor(norm, max_norm)
-    if factor < 1.0:
-        # Two names may share one gradient (tied ends): scale each memory once.
-        for gradient in {p.grad.data_ptr(): p.grad for p in parameters.values() if p.grad is not None}.values():
-            gradient.mul_(factor)
-    return factor

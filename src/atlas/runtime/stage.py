@@ -79,10 +79,6 @@ class Stage:
         self._constants: Surroundings | None = None
 
     @property
-    def parameters(self) -> list[Tensor]:
-        return list(self.named_parameters.values())
-
-    @property
     def losses(self) -> dict[int, float]:
         """By slot, on the last stage. Waits for the device."""
         return {slot: loss.item() for slot, loss in self._losses.items()}

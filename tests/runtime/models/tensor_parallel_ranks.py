@@ -26,7 +26,7 @@ from atlas.runtime.models.parallel import parallelize
 from atlas.runtime.models.task import DecoderTask
 from atlas.runtime.models.tied import join
 from atlas.runtime.models.weights import load
-from atlas.runtime.optimizer import AdamW, clip, global_norm, squares
+from atlas.runtime.optimizer import AdamW, clip_factor, global_norm, norms_of, squares_of
 from atlas.runtime.recipe import LearningRate, OptimizerSettings
 from atlas.runtime.stage import Stage
 
@@ -67,19 +67,19 @@ def train(stages: list[Stage], tensor_parallel: bool) -> tuple[float, list[float
         else:
             stages[0].backward(slot, stages[1].backward(slot, None))
     for stage in stages:
-        for parameter, gradient in zip(stage.parameters, stage.gradients.total(), strict=True):
-            parameter.grad = gradient
+        stage.adopt()
     named = {name: p for stage in stages for name, p in stage.named_parameters.items()}
     if stages[0].module.config.tied:
         join(named)
-    parts: list[list[float]] = [squares(stage.named_parameters, stage.counted) for stage in stages]
+    parts = [squares_of(norms_of([s.named_parameters[n].grad for n in s.counted])) for s in stages]  # type: ignore[misc]
     if tensor_parallel:
         gathered: list[list[list[float]]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(gathered, parts)
         parts = [part for rank in gathered for part in rank]
     norm = global_norm(parts)
-    clip(named, norm, 0.5)
-    AdamW(named, OptimizerSettings(LearningRate(1e-2))).step()
+    optimizer = AdamW(named, OptimizerSettings(LearningRate(1e-2)))
+    optimizer.factor = clip_factor(norm, 0.5)
+    optimizer.step()
     return norm, list(stages[1].losses.values())
 
 
