@@ -9,11 +9,11 @@ layers share. Knows modules and autograd; not microbatches, not sums.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from atlas.runtime.models.block import DecoderLayer
 from atlas.runtime.models.decoder import Embedding, Head, loss_of
@@ -62,18 +62,6 @@ class EmbeddingPass:
         return InputHalf(None, list(zip(self._parameters, gradients, strict=True)), [])
 
 
-class LayerParts(NamedTuple):
-    """The matrices of a layer, and its other parameters."""
-
-    linears: list[Linear]
-    direct: list[Tensor]
-
-
-def _parts(layer: DecoderLayer) -> LayerParts:
-    matrices = {id(linear.weight) for linear in layer.linears}
-    return LayerParts(layer.linears, [p for p in layer.parameters() if id(p) not in matrices])
-
-
 # ---- layers ----------------------------------------------------------------------------------------------------------
 class LayerRunner:
     """How the layers of a stage run."""
@@ -82,7 +70,7 @@ class LayerRunner:
         self.layers = layers
         self._run = None if compile is None else compile(_tapped_layer)
         self._taps: list[Tensor] = []
-        self._parts = {id(layer): _parts(layer) for layer in layers}
+        self._direct = {id(layer): _without_matrices(layer) for layer in layers}
 
     def forward(self, layer: DecoderLayer, around: Surroundings, x: Tensor) -> LayerPass:
         """`x` requires a gradient, unless autograd is off."""
@@ -92,12 +80,17 @@ class LayerRunner:
         if self._run is None:
             tape = EagerTape() if torch.is_grad_enabled() else None
             y, _ = layer(x, around.positions_L, masks=masks, turned=around.turned, tape=tape)
-            return LayerPass(x, y, self._parts[id(layer)].direct, tape, ())
+            return LayerPass(x, y, self._direct[id(layer)], tape)
         if not self._taps or self._taps[0].shape[:-1] != x.shape[:-1]:
-            self._taps = make_taps(self._parts[id(layer)].linears, x)
+            self._taps = make_taps(layer.linears, x)
         y, inputs = self._run(layer, x, around.positions_L, masks, around.turned, self._taps)
-        linears, direct = self._parts[id(layer)]
-        return LayerPass(x, y, direct, None, list(zip(linears, self._taps, inputs, strict=True)))
+        return LayerPass(x, y, self._direct[id(layer)], None, list(zip(layer.linears, self._taps, inputs, strict=True)))
+
+
+def _without_matrices(layer: DecoderLayer) -> list[Tensor]:
+    """The parameters of a layer whose gradients are complete after I."""
+    matrices = {id(linear.weight) for linear in layer.linears}
+    return [p for p in layer.parameters() if id(p) not in matrices]
 
 
 def _tapped_layer(
@@ -113,30 +106,27 @@ def _tapped_layer(
     return y, tape.inputs
 
 
+@dataclass(eq=False)
 class LayerPass:
-    """`tape` of an eager layer, `tapped` (matrix, tap, input) of a compiled one."""
+    """A pass through a layer."""
 
-    def __init__(
-        self,
-        x: Tensor,
-        y: Tensor,
-        direct: Sequence[Tensor],
-        tape: EagerTape | None,
-        tapped: Sequence[tuple[Any, Tensor, Tensor]],
-    ) -> None:
-        self.output = y
-        self._x, self._direct, self._tape, self._tapped = x, direct, tape, tapped
+    x: Tensor
+    output: Tensor
+    direct: Sequence[Tensor]
+    tape: EagerTape | None
+    """Of an eager layer."""
+    tapped: Sequence[tuple[Linear, Tensor, Tensor]] = ()
+    """Of a compiled layer: matrix, tap, input."""
 
     def input_half(self, y_gradient: Tensor | None) -> InputHalf:
-        taps = [tap for _, tap, _ in self._tapped]
-        found = torch.autograd.grad(self.output, [self._x, *taps, *self._direct], y_gradient)
-        x_gradient, tapped, direct = found[0], found[1 : 1 + len(taps)], found[1 + len(taps) :]
-        if self._tape is not None:
-            products = self._tape.products
+        taps = [tap for _, tap, _ in self.tapped]
+        x_gradient, *found = torch.autograd.grad(self.output, [self.x, *taps, *self.direct], y_gradient)
+        if self.tape is not None:
+            products = self.tape.products
         else:
-            pairs = zip(self._tapped, tapped, strict=True)
-            products = [Product(linear.weight, x, y_gradient) for (linear, _, x), y_gradient in pairs]
-        return InputHalf(x_gradient, list(zip(self._direct, direct, strict=True)), products)
+            pairs = zip(self.tapped, found[: len(taps)], strict=True)
+            products = [Product(linear.weight, x, gradient) for (linear, _, x), gradient in pairs]
+        return InputHalf(x_gradient, list(zip(self.direct, found[len(taps) :], strict=True)), products)
 
 
 # ---- head ------------------------------------------------------------------------------------------------------------
@@ -149,43 +139,26 @@ class LossHead:
         self._run = None if compile is None else compile(_tapped_loss)
 
     def forward(self, targets_BL: Tensor, scale: float, x: Tensor) -> HeadPass:  # noqa: N803
+        direct = list(self.head.norm.parameters())
         if self._run is None:
             tape = EagerTape() if torch.is_grad_enabled() else None
-            return HeadPass(self.head, x, loss_of(self.head(x, tape=tape), targets_BL), scale, tape, None)
+            return HeadPass(x, loss_of(self.head(x, tape=tape), targets_BL), direct, tape, scale=scale)
         (tap,) = make_taps([self.head.out], x)
         loss, input = self._run(self.head, x, targets_BL, [tap])
-        return HeadPass(self.head, x, loss, scale, None, (tap, input))
+        return HeadPass(x, loss, direct, None, [(self.head.out, tap, input)], scale)
 
 
 def _tapped_loss(head: Head, x: Tensor, targets_BL: Tensor, taps: list[Tensor]) -> tuple[Tensor, Tensor]:  # noqa: N803
     tape = TapTape(taps)
-    logits = head(x, tape=tape)
-    loss = functional.cross_entropy(logits.flatten(0, 1).float(), targets_BL.flatten())
+    loss = loss_of(head(x, tape=tape), targets_BL)
     return loss, tape.inputs[0]
 
 
-class HeadPass:
-    def __init__(
-        self,
-        head: Head,
-        x: Tensor,
-        loss: Tensor,
-        scale: float,
-        tape: EagerTape | None,
-        tapped: tuple[Tensor, Tensor] | None,
-    ) -> None:
-        self.output = loss
-        self._head, self._x, self._scale, self._tape, self._tapped = head, x, scale, tape, tapped
-        self._direct = list(head.norm.parameters())
+@dataclass(eq=False)
+class HeadPass(LayerPass):
+    """Its backward is that of the loss times `scale`."""
+
+    scale: float = 1.0
 
     def input_half(self, y_gradient: Tensor | None) -> InputHalf:
-        """Of the loss times `scale`."""
-        taps = [] if self._tapped is None else [self._tapped[0]]
-        wanted = [self._x, *taps, *self._direct]
-        found = torch.autograd.grad(self.output, wanted, torch.full_like(self.output, self._scale))
-        if self._tape is not None:
-            products = self._tape.products
-        else:
-            assert self._tapped is not None
-            products = [Product(self._head.out.weight, self._tapped[1], found[1])]
-        return InputHalf(found[0], list(zip(self._direct, found[1 + len(taps) :], strict=True)), products)
+        return super().input_half(torch.full_like(self.output, self.scale))
