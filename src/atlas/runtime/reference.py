@@ -33,7 +33,7 @@ def train_groups_alone(
 ) -> tuple[list[float], Weights]:
     """The same where groups of pipelines differ: pipelines and microbatches of each."""
     tasks = _tasks(training, groups, place)
-    model = tasks[0].whole().build_stage(0, 1)
+    model = tasks[0].build_stage(0, 1)
     if training.model.config.tied:
         assert model.head is not None
         assert model.embedding is not None

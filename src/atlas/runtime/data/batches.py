@@ -105,7 +105,7 @@ def _require_alike(first: TokenShard, shard: TokenShard) -> None:
 
 
 class Batches:
-    """`batch(step)`: the batch of the whole run; `microbatch`: a worker's part of it."""
+    """`batch`: of the whole run; `rows`: a worker's part of it."""
 
     def __init__(self, dataset: Dataset, *, length: int, global_batch: int, seed: int) -> None:
         self.dataset, self.length, self.global_batch = dataset, length, global_batch
@@ -138,19 +138,6 @@ class Batches:
     def batch(self, step: int) -> TokenBatch:
         """All sequences of a step; steps count from 0."""
         return self.rows(step, 0, self.global_batch)
-
-    def microbatch(
-        self, step: int, pipeline: int, microbatch: int, *, num_pipelines: int, num_microbatches: int
-    ) -> TokenBatch:
-        """The rows of one microbatch; `pipeline` counts over all cells."""
-        size, rest = divmod(self.global_batch, num_pipelines * num_microbatches)
-        if rest:
-            raise AtlasError(
-                f"a batch of {self.global_batch} sequences for {num_pipelines} pipelines of {num_microbatches} "
-                "microbatches: it must divide evenly. Change the batch or the plan"
-            )
-        first = (pipeline * num_microbatches + microbatch) * size
-        return self.rows(step, first, first + size)
 
     def rows(self, step: int, first: int, last: int) -> TokenBatch:
         """Rows `first` up to `last` of the step's global batch."""

@@ -5,7 +5,7 @@ stages, weights from a folder or a seed, and a function that returns data.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -30,7 +30,7 @@ class DecoderTask:
     length: int
     num_microbatches: int
     """Per step and pipeline."""
-    microbatches: Microbatches
+    microbatch: Microbatches
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
     seed: int = 0
@@ -48,10 +48,6 @@ class DecoderTask:
         """Of what passes between stages: batch, length, width."""
         return self.microbatch_size, self.length, self.config.width
 
-    def whole(self) -> DecoderTask:
-        """The same model as one stage."""
-        return replace(self, layers_per_stage=(self.config.num_layers,))
-
     def build_stage(self, stage: int, num_stages: int) -> Decoder:
         assert num_stages == len(self.layers_per_stage), "the Program and the model must have the same number of stages"
         cut = cuts(self.config, self.layers_per_stage)[stage]
@@ -60,9 +56,6 @@ class DecoderTask:
         if self.weights is None:
             return build(self.config, cut, seed=self.seed, dtype=self.dtype, device=self.device, shard=self.shard)
         return load(self.config, cut, self.weights, dtype=self.dtype, device=self.device, shard=self.shard)
-
-    def microbatch(self, slot: int, pipeline: int) -> tuple[Tensor, Tensor]:
-        return self.microbatches(slot, pipeline)
 
     def draw(self, slot: int, pipeline: int) -> Draw | None:
         """The randomness of dropout; None: no dropout."""
