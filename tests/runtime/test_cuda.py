@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Callable
+from typing import TypeVar
 
 import pytest
 import torch
@@ -14,11 +16,13 @@ from atlas.ir.assemble import with_optimizer
 from atlas.ir.program import Layout
 from atlas.runtime.assignment import stand_in
 from atlas.runtime.cuda import Copies
-from atlas.runtime.device import Device
+from atlas.runtime.device import Device, Span
 from atlas.runtime.hardware import make_device
+from atlas.runtime.op_queue import OpQueue
 from atlas.schedules.classic import one_f_one_b
 
 gpu = pytest.mark.gpu
+T = TypeVar("T")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -29,11 +33,19 @@ def test_a_gpu_that_is_not_there_is_said() -> None:
         make_device("tpu")
 
 
+def run(device: Device, work: Callable[[], T]) -> tuple[T, Span]:
+    """As a worker runs an op."""
+    ops, spans = OpQueue(device), list[Span]()
+    result = ops.launch(work, 0, 0, spans.append)
+    ops.settle()
+    return result, spans[0]
+
+
 @gpu
 def test_a_tensor_copied_to_the_host_and_back_is_unchanged() -> None:
     device = make_device("cuda:0")
     arrived, copies = threading.Event(), list[torch.Tensor]()
-    sent, _ = device.run(lambda: torch.arange(1 << 20, device=device.place).to(torch.bfloat16), 0, 0)
+    sent, _ = run(device, lambda: torch.arange(1 << 20, device=device.place).to(torch.bfloat16))
     device.download(sent, lambda host: (copies.append(host), arrived.set()))  # type: ignore[func-returns-value]
     assert arrived.wait(10)
     assert copies[0].is_pinned()
@@ -46,9 +58,9 @@ def test_a_tensor_copied_to_the_host_and_back_is_unchanged() -> None:
 def test_a_span_is_measured_by_the_gpu() -> None:
     device = make_device("cuda:0")
     matrix = torch.randn(8192, 8192, device=device.place)
-    device.run(lambda: matrix @ matrix, 0, 0)
-    _, one = device.run(lambda: matrix @ matrix, 0, 0)
-    _, four = device.run(lambda: [matrix @ matrix for _ in range(4)], 0, 0)
+    run(device, lambda: matrix @ matrix)
+    _, one = run(device, lambda: matrix @ matrix)
+    _, four = run(device, lambda: [matrix @ matrix for _ in range(4)])
     assert 2 < (four.end_ns - four.start_ns) / (one.end_ns - one.start_ns) < 8
     device.close()
 
@@ -57,7 +69,7 @@ def test_a_span_is_measured_by_the_gpu() -> None:
 def test_copies_and_overlapping_computation_are_timed() -> None:
     device = make_device("cuda:0")
     matrix = torch.randn(8192, 8192, device=device.place)
-    device.run(lambda: matrix @ matrix, 0, 0)
+    run(device, lambda: matrix @ matrix)
     host = device.buffer((1 << 24,), torch.float32)
     alone = device.copied()
     device.upload(host).get()
@@ -71,7 +83,7 @@ def test_copies_and_overlapping_computation_are_timed() -> None:
             matrix @ matrix
         device.upload(host)
 
-    device.run(compute, 0, 0)
+    run(device, compute)
     both = device.copied()
     assert both.under_compute_ns - idle.under_compute_ns > 0.9 * (both.total_ns - idle.total_ns)
     device.close()

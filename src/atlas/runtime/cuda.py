@@ -48,13 +48,6 @@ class Cuda:
         self._computed: deque[Span] = deque(maxlen=NUM_KEPT)
         self._copied: deque[_Timed] = deque(maxlen=NUM_KEPT)
 
-    def run(self, work: Callable[[], T], cost_ns: int, ready_ns: int) -> tuple[T, Span]:
-        """Waits for the end of the work without holding the GIL."""
-        running = self.begin(work, cost_ns, ready_ns)
-        span = running.wait()
-        self.ran(span)
-        return running.result, span
-
     def ran(self, span: Span) -> None:
         if span.end_ns - self._base.at_ns > REBASE_NS:
             self._base = self._compare_clocks()
@@ -66,7 +59,7 @@ class Cuda:
         start.record(self._compute)
         result = work()
         end.record(self._compute)
-        return _Queued(result, start, end, self._base)
+        return _Queued(result, _Timed(start, end, self._base))
 
     def _compare_clocks(self) -> _Base:
         event = _event()
@@ -169,34 +162,32 @@ class _Base(NamedTuple):
         return self.at_ns + round(elapsed_ms * 1e6)
 
 
-class _Queued(NamedTuple, Generic[T]):
-    """Work on the compute stream."""
-
-    result: T
-    start: torch.cuda.Event
-    end: torch.cuda.Event
-    base: _Base
-
-    @property
-    def done(self) -> bool:
-        found: bool = self.end.query()  # type: ignore[no-untyped-call]
-        return found
-
-    def wait(self) -> Span:
-        self.end.synchronize()
-        return Span(self.base.moment_ns(self.start), self.base.moment_ns(self.end))
-
-
 class _Timed(NamedTuple):
-    """A copy between two events of its stream."""
+    """Work or a copy between two events of its stream."""
 
     start: torch.cuda.Event
     done: torch.cuda.Event
     base: _Base
 
     def span(self) -> Span:
+        """Waits for its end, without holding the GIL."""
         self.done.synchronize()
         return Span(self.base.moment_ns(self.start), self.base.moment_ns(self.done))
+
+
+class _Queued(NamedTuple, Generic[T]):
+    """Work on the compute stream."""
+
+    result: T
+    timed: _Timed
+
+    @property
+    def done(self) -> bool:
+        found: bool = self.timed.done.query()  # type: ignore[no-untyped-call]
+        return found
+
+    def wait(self) -> Span:
+        return self.timed.span()
 
 
 class Done(Protocol):

@@ -68,12 +68,9 @@ class Device(Protocol):
     is_thread: bool
     """Whether work runs on the worker's own thread, so that other threads take time from it."""
 
-    def run(self, work: Callable[[], T], cost_ns: int, ready_ns: int) -> tuple[T, Span]:
-        """Do `work`, whose inputs were ready at `ready_ns`."""
-        ...
-
     def begin(self, work: Callable[[], T], cost_ns: int, ready_ns: int) -> Running[T]:
-        """As `run`, but a device with a queue returns at once, so that the next work can be queued."""
+        """Do `work`, whose inputs were ready at `ready_ns`. A device with a queue returns at once, so that the next
+        work can be queued."""
         ...
 
     def ran(self, span: Span) -> None:
