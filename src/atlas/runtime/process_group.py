@@ -117,7 +117,7 @@ class Transfer(Work):
         return self._handle.done
 
     def is_success(self) -> bool:
-        return self._handle.done and self._handle.error is None
+        return self.is_completed() and self.exception() is None
 
     def exception(self) -> Any:
         return self._handle.error
@@ -132,18 +132,16 @@ class Transfer(Work):
     def get_future(self) -> Any:
         future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
 
-        def settle(handle: Handle) -> None:
-            if handle.error is not None:
-                future.set_exception(handle.error)  # type: ignore[arg-type]
-                return
+        def settle() -> None:
             try:
-                self._land()
-            except Exception as error:  # on the transport's thread: reported through the future
+                future.set_result(self.result())
+            except Exception as error:  # possibly on the transport's thread: reported through the future
                 future.set_exception(error)  # type: ignore[arg-type]
-                return
-            future.set_result([self._target] if self._target is not None else [])
 
-        self._handle.on_done(settle)
+        if self.is_completed():
+            settle()
+        else:
+            self._handle.on_done(lambda _: settle())
         return future
 
     def _land(self) -> None:
@@ -162,7 +160,7 @@ class CopiedSend(Transfer):
         self._group = group
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        failure = self._handle.error or self._group.errored()
+        failure = self.exception()
         if failure is not None:
             raise failure
         return True
@@ -170,20 +168,8 @@ class CopiedSend(Transfer):
     def is_completed(self) -> bool:
         return True
 
-    def is_success(self) -> bool:
-        return self._handle.error is None and self._group.errored() is None
-
     def exception(self) -> Any:
         return self._handle.error or self._group.errored()
-
-    def get_future(self) -> Any:
-        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
-        failure = self.exception()
-        if failure is None:
-            future.set_result([])
-        else:
-            future.set_exception(failure)
-        return future
 
 
 class AtlasProcessGroup(dist.ProcessGroup):
