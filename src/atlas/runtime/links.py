@@ -23,7 +23,6 @@ from atlas.wan.transport.base import Address, Buffer, Handle, Key, Tag, Transpor
 from atlas.wan.transport.direct import DirectTransport
 from atlas.wan.transport.endpoint import Endpoint
 from atlas.wan.transport.settings import TransportSettings
-from atlas.wan.transport.stream_slot import Faults
 from atlas.wan.transport.wire import HEADER_BYTES
 
 CONNECT_S = 20.0
@@ -77,16 +76,6 @@ class WorkerLinks:
         """Whether a message on other lanes than these is unsent or unacknowledged."""
         direct = self._direct is not None and self._direct.is_sending
         return direct or self.main.is_sending(besides)
-
-    @property
-    def faults(self) -> Faults:
-        """Of all streams of this worker since the start."""
-        return self.main.faults
-
-    @property
-    def num_retransmits(self) -> int:
-        """TCP segments sent again on the connections that are open now."""
-        return self.main.num_retransmits
 
     @property
     def port(self) -> int:

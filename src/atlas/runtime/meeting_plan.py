@@ -81,11 +81,7 @@ def _shared(role: WorkerRole, other: GroupShape, config: DecoderConfig, tp: int)
                 if a < b:
                     at = slice(run.at + a - run.first, run.at + b - run.first)
                     found[chunk].setdefault(peer, []).append((run.name, a, at))
-    return [{peer: [at for _, _, at in sorted(runs, key=_order)] for peer, runs in parts.items()} for parts in found]
-
-
-def _order(run: tuple[str, int, slice]) -> tuple[str, int]:
-    return run[0], run[1]
+    return [{peer: [at for _, _, at in sorted(runs)] for peer, runs in parts.items()} for parts in found]
 
 
 class OwnedRun(NamedTuple):

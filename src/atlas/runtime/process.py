@@ -151,10 +151,10 @@ def _work(assignment: Assignment, messages: TextIO, out: MessageWriter, follower
 
     def on_step(record: StepRecord) -> None:
         nonlocal faults, retransmits
-        before, faults = faults, worker.links.faults
+        before, faults = faults, worker.links.main.faults
         if record.first_step == assignment.first_step:
             worker.stage_set.times.finish("first step")
-        sent_before, retransmits = retransmits, worker.links.num_retransmits
+        sent_before, retransmits = retransmits, worker.links.main.num_retransmits
         host_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         told = {
             "wan_faults": faults.since(before),

@@ -51,22 +51,14 @@ class LayerRange:
 
 def cuts(config: DecoderConfig, layers_per_stage: Sequence[int]) -> list[LayerRange]:
     """The stages of a model: the first has the embedding, the last has the head; both may have no layer."""
+    rule = remedy = ""
     if sum(layers_per_stage) != config.num_layers or not layers_per_stage or min(layers_per_stage) < 0:
-        raise SpecError(
-            where="plan",
-            key="layers_per_stage",
-            value=list(layers_per_stage),
-            rule=f"must add up to the model's {config.num_layers} layers",
-            remedy="Change the split or the model",
-        )
-    if 0 in layers_per_stage[1:-1]:
-        raise SpecError(
-            where="plan",
-            key="layers_per_stage",
-            value=list(layers_per_stage),
-            rule="a stage between the first and the last needs a layer",
-            remedy="Use fewer stages",
-        )
+        rule, remedy = f"must add up to the model's {config.num_layers} layers", "Change the split or the model"
+    elif 0 in layers_per_stage[1:-1]:
+        rule, remedy = "a stage between the first and the last needs a layer", "Use fewer stages"
+    if rule:
+        value = list(layers_per_stage)
+        raise SpecError(where="plan", key="layers_per_stage", value=value, rule=rule, remedy=remedy)
     ends = [sum(layers_per_stage[: s + 1]) for s in range(len(layers_per_stage))]
     last = len(ends) - 1
     return [

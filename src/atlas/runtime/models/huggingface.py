@@ -54,7 +54,8 @@ def read_config(path: Path) -> DecoderConfig:
     path = path / "config.json" if path.is_dir() else path
     config = read_json(path, key="model.config", max_bytes=1024 * 1024)
     if not isinstance(config, dict):
-        raise _bad(path, "model.config", shown(config), "is not the config of a model", "Name a config.json")
+        rule, remedy = "is not the config of a model", "Name a config.json"
+        raise SpecError(where=str(path), key="model.config", value=shown(config), rule=rule, remedy=remedy)
     try:
         return parse_config(config)
     except SpecError as error:
@@ -182,10 +183,6 @@ def _activation(raw: Json, key: str) -> Literal["silu", "gelu", "gelu_tanh"]:
     if name not in ACTIVATIONS:
         raise wrong(key, shown(name), f"is not supported; supported are {', '.join(ACTIVATIONS)}", "Use one of them")
     return ACTIVATIONS[name]
-
-
-def _bad(path: Path, key: str, value: object, rule: str, remedy: str) -> SpecError:
-    return SpecError(where=str(path), key=key, value=value, rule=rule, remedy=remedy)
 
 
 # ---- write -----------------------------------------------------------------------------------------------------
