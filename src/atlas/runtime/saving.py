@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from atlas.runtime.assignment import Assignment, SaveChoice, TrainingSetup
+from atlas.runtime.assignment import SaveChoice, TrainingSetup
 from atlas.runtime.checkpoint import (
     CheckpointClient,
     Checkpointer,
@@ -34,13 +34,14 @@ COPY_S = 60.0
 Written = Callable[[SaveId], None]
 
 
-def resume(training: TrainingSetup, choice: SaveChoice, role: WorkerRole, stage_set: StageSet) -> None:
+def resume(choice: SaveChoice, stage_set: StageSet) -> None:
     """Load weights and optimizer state of the step that the launcher chose, if it chose one."""
     if choice.resume is None:
         return
+    training = stage_set.assignment.training
     checkpoint = choose([store_at(place) for place in choice.sources], step=choice.resume)
     assert checkpoint is not None, "`choose` finds a step or raises"
-    config = run_config(training, global_batch_of(training, role))
+    config = run_config(training, global_batch_of(training, stage_set.role))
     checkpoint.meta.require_same_run(config, data_digest(training.data))
     # One layer at a time: a tensor-parallel rank keeps its part of each only.
     parts = {layer: stage_set.of_state(load_layers(checkpoint, [layer])[layer]) for layer in stage_set.layers}
@@ -58,15 +59,8 @@ class Saving:
     If the assignment says so, saves are copied to another datacenter over this worker's links, after its other traffic.
     """
 
-    def __init__(
-        self,
-        assignment: Assignment,
-        choice: SaveChoice,
-        role: WorkerRole,
-        stage_set: StageSet,
-        on_written: Written = lambda id: None,
-    ) -> None:
-        self.training: TrainingSetup = assignment.training
+    def __init__(self, choice: SaveChoice, stage_set: StageSet, on_written: Written = lambda id: None) -> None:
+        self.training, role = stage_set.assignment.training, stage_set.role
         self.choice, self.role, self.stage_set = choice, role, stage_set
         self.global_batch = global_batch_of(self.training, role)
         self.digest = data_digest(self.training.data)
@@ -111,11 +105,6 @@ class Saving:
     def is_due(self, num_done: int) -> bool:
         """Whether this step is saved while the run goes on."""
         return bool(self.choice.every) and num_done % self.choice.every == 0
-
-    def after_step(self, num_done: int) -> None:
-        """Save if it is time to."""
-        if self.is_due(num_done):
-            self.save(num_done)
 
     def save(self, num_done: int) -> None:
         """Save in the background; nothing happens if this step is saved already."""

@@ -86,8 +86,8 @@ class Worker:
         self.task, self.stages = self.stage_set.task, self.stage_set.stages
         self.saving = None
         if assignment.save is not None:
-            resume(self.training, assignment.save, self.role, self.stage_set)
-            self.saving = Saving(assignment, assignment.save, self.role, self.stage_set, on_saved)
+            resume(assignment.save, self.stage_set)
+            self.saving = Saving(assignment.save, self.stage_set, on_saved)
             self.stage_set.times.note("checkpoint")
         self.links = WorkerLinks(self.role, assignment, direct=device.is_thread and filler is None and circuits is None)
         shape, dtype = self.task.activation_shape, self.task.dtype
@@ -311,11 +311,12 @@ class Worker:
         if any(parameter.grad is None for parameter in self.parameters.values()):
             raise ProgramError(f"{self._who(op)}: no SYNC before it; every STEP needs one (see `with_optimizer`)")
         num_done = now.first_step + op.microbatch + 1
-        if self.saving is not None and self.saving.is_due(num_done):
+        saving = self.saving if self.saving is not None and self.saving.is_due(num_done) else None
+        if saving is not None:
             self._require_finite(num_done)
         self._launch(op, index, now, now.start_ns, lambda: self.stage_set.step(num_done))
-        if self.saving is not None:
-            self.saving.after_step(num_done)
+        if saving is not None:
+            saving.save(num_done)
         self._give_back_ring(op, num_done - 1)
 
     def _require_finite(self, step: int) -> None:

@@ -34,7 +34,7 @@ def follow(assignment: Assignment, rank: int, port: int, orders: TextIO, replies
         group = TensorGroup(rank, assignment.tp, port, device.place, assignment.patience_s)
         stage_set = ShardedStageSet(assignment, role, device, group)
         if assignment.save is not None:
-            resume(assignment.training, assignment.save, role, stage_set)
+            resume(assignment.save, stage_set)
         for line in orders:
             order = json.loads(line)
             if order["call"] == "end":
