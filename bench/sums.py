@@ -126,7 +126,7 @@ def sync_process(rank: int, num_values: int, ports: Any, gate: Any, times: Any) 
         found = [(link.end, link.peer, link.lane, "127.0.0.1", ports[kind, int(link.peer.split("/p")[1].split(".")[0])])
                  for link in role.links(tied=False)]  # fmt: skip
         links.connect(found)
-        stage, group = OneStage(base, role), PipelineGroup(base, role, links, f"p{rank}.s0")
+        stage, group = OneStage(base, role), PipelineGroup(base, links)
         group.join(stage)  # type: ignore[arg-type]
         syncs[kind] = GradientSync(stage.exchanges, make_device("cpu"), f"p{rank}.s0")
     gradients = torch.randn(num_values, generator=torch.Generator().manual_seed(rank))

@@ -126,7 +126,7 @@ class HeldLinks:
 
 
 def held_sync(links: HeldLinks, device: Cpu) -> GradientSync:
-    return GradientSync({0: TransportExchange(cast(WorkerLinks, links), "p0.s0")}, device, "p0.s0 (a)")
+    return GradientSync({0: TransportExchange(cast(WorkerLinks, links))}, device, "p0.s0 (a)")
 
 
 def wait(pending: Sequence[Pending]) -> None:
@@ -186,9 +186,9 @@ def test_other_versions_in_a_datacenter_are_refused_with_both_hosts(other: Softw
 def test_a_worker_with_another_torch_does_not_join() -> None:
     found = Handle("the address of the store")
     found.finish(buffer=memoryview(json.dumps(["127.0.0.1", 1, "secret", ["there", "1.0", ""]]).encode()))
-    links = cast(WorkerLinks, SimpleNamespace(recv_from=lambda *args: found))
     program = with_optimizer(one_f_one_b(Layout(2, 1, 1, ("a",))))
     assignment = Assignment(1, to_text(program), training("ordered", 0), 1)
-    group = PipelineGroup(assignment, assignment.role, links, "p1.s0")
+    links = cast(WorkerLinks, SimpleNamespace(role=assignment.role, recv_from=lambda *args: found))
+    group = PipelineGroup(assignment, links)
     with pytest.raises(AtlasError, match=r"there has torch 1\.0, .* has torch "):
         group.join(cast(StageSet, SimpleNamespace(open_exchanges=None)))

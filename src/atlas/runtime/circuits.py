@@ -107,6 +107,6 @@ class WorkerCircuits:
         with self._lock:
             if (step, rank) not in self._gates:
                 to = "its ring" if rank == RING else f"stage {rank}"
-                what = f"{self._role.name} ({self._role.datacenter}) waits for circuits to {to} in step {step}"
+                what = f"{self._role.who} waits for circuits to {to} in step {step}"
                 self._gates[step, rank] = Handle(what)
             return self._gates[step, rank]

@@ -134,12 +134,12 @@ class TorchExchange:
     def swap(self, key: ExchangeKey, out: Tensor, into: Tensor, sizes: PartSizes | None, what: str) -> list[Pending]:
         outs, intos = (list(sizes.out), list(sizes.into)) if sizes else ([], [])
         work = self._group.alltoall_base(into, out, intos, outs)
-        return [_gloo_handle(work, what) if self.on_host else PolledWork(work, what)]
+        return [self._pending(work, what)]
 
     def gather(self, key: ExchangeKey, mine: Tensor, whole: Tensor, what: str) -> list[Pending]:
         if not self._in_pairs:
             work = self._group._allgather_base(whole, mine, AllgatherOptions())
-            return [_gloo_handle(work, what) if self.on_host else PolledWork(work, what)]
+            return [self._pending(work, what)]
         parts = torch.split(whole, len(mine))
         if parts[self.rank].data_ptr() != mine.data_ptr():
             parts[self.rank].copy_(mine)
@@ -153,7 +153,7 @@ class TorchExchange:
 
     def reduce(self, key: ExchangeKey, out: Tensor, mine: Tensor, what: str) -> list[Pending]:
         if not self.on_host:
-            return [PolledWork(self._group._reduce_scatter_base(mine, out, ReduceScatterOptions()), what)]
+            return [self._pending(self._group._reduce_scatter_base(mine, out, ReduceScatterOptions()), what)]
         handle = Handle(what)
         threading.Thread(target=self._sum, args=(out, mine, handle), daemon=True, name="ordered sum").start()
         return [handle]
@@ -161,6 +161,9 @@ class TorchExchange:
     def close(self) -> None:
         """Peers that wait for this rank fail at once."""
         self._group.abort()
+
+    def _pending(self, work: Any, what: str) -> Pending:
+        return _gloo_handle(work, what) if self.on_host else PolledWork(work, what)
 
     def _sum(self, out: Tensor, mine: Tensor, handle: Handle) -> None:
         try:

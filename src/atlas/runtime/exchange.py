@@ -73,8 +73,8 @@ class TransportExchange:
     on_host = True
     reduces = False
 
-    def __init__(self, links: WorkerLinks, who: str) -> None:
-        self.links, self.who = links, who
+    def __init__(self, links: WorkerLinks) -> None:
+        self.links = links
         self.rank, self.size = links.role.pipeline, links.role.num_pipelines
 
     def swap(self, key: ExchangeKey, out: Tensor, into: Tensor, sizes: PartSizes | None, what: str) -> list[Pending]:
@@ -103,7 +103,7 @@ class TransportExchange:
         return torch.split(flat, list(sizes) if sizes else flat.numel() // self.size)
 
     def _send(self, pipeline: int, key: ExchangeKey, values: Tensor) -> Handle:
-        what = f"{self.who} sends to pipeline {pipeline} in step {key.step}"
+        what = f"{self.links.role.who} sends to pipeline {pipeline} in step {key.step}"
         tag = (key.step, key.stage, self.rank, key.kind)
         return self.links.send_to(GRADIENTS, pipeline, self.links.role.rank, tag, bytes_of(values), what)
 

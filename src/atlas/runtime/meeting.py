@@ -7,7 +7,6 @@ Knows slices and links; not what lies in them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -17,14 +16,12 @@ from atlas.runtime.links import WorkerLinks
 from atlas.runtime.meeting_plan import Peer, rounds, stage_meeting
 from atlas.runtime.models.config import DecoderConfig
 from atlas.runtime.transfers import bytes_of
-from atlas.runtime.waits import Pending
+from atlas.runtime.waits import Wait
 from atlas.runtime.wiring import MEETING
 from atlas.wan.transport.base import Handle
 
 if TYPE_CHECKING:
     from atlas.runtime.tensor_parallel.group import TensorGroup
-
-Wait = Callable[[Sequence[Pending]], None]
 
 
 class Meeting(Protocol):
@@ -37,9 +34,9 @@ class Meeting(Protocol):
 class GroupMeeting:
     """Of a worker with one stage."""
 
-    def __init__(self, links: WorkerLinks, config: DecoderConfig, who: str, tp: int = 1) -> None:
-        self.links, self.who, self.tp = links, who, tp
-        role = links.role
+    def __init__(self, links: WorkerLinks, config: DecoderConfig, tp: int = 1) -> None:
+        self.links, self.role, self.tp = links, links.role, tp
+        role = self.role
         count = len(role.groups)
         self._after, self._before = (role.groups[(role.group + step) % count] for step in (1, -1))
         self._rounds = rounds(role.group, count)
@@ -49,7 +46,7 @@ class GroupMeeting:
         """`mine`: of all tensor-parallel ranks, one after the other."""
         ranks, arrived_ns = mine.view(self.tp, -1), 0
         sent: list[Handle] = []
-        what = f"SYNC of step {step} on {self.who} waits for gradients"
+        what = f"SYNC of step {step} on {self.role.who} waits for gradients"
         for number, (sends, receives, adds) in enumerate(self._rounds):
             arriving = list(self._plan.received[receives].items())
             buffers = [torch.empty(self.tp, sum(_length(part) for part in parts)) for _, parts in arriving]
@@ -69,9 +66,9 @@ class GroupMeeting:
         return arrived_ns
 
     def _send(self, peer: Peer, key: tuple[int, int], values: Tensor) -> Handle:
-        node, rank = self._after.node_of(*peer), self.links.role.rank
-        what = f"{self.who} sends gradients of step {key[0]} to {node}"
-        return self.links.send_node(MEETING, node, (*key, rank, 0), bytes_of(values), what)
+        node = self._after.node_of(*peer)
+        what = f"{self.role.who} sends gradients of step {key[0]} to {node}"
+        return self.links.send_node(MEETING, node, (*key, self.role.rank, 0), bytes_of(values), what)
 
     def _recv(self, peer: Peer, key: tuple[int, int], values: Tensor, what: str) -> Handle:
         node = self._before.node_of(*peer)

@@ -22,7 +22,7 @@ from atlas.runtime.exchange import Exchange, TransportExchange
 from atlas.runtime.links import WorkerLinks
 from atlas.runtime.meeting import GroupMeeting
 from atlas.runtime.stage_set import StageSet
-from atlas.runtime.wiring import GRADIENTS, WorkerRole
+from atlas.runtime.wiring import GRADIENTS
 
 FOUND = (-2, 0, 0, 0)
 """The tag of the message with the store's address."""
@@ -56,8 +56,8 @@ def require_same(first: Software, other: Software) -> None:
 class PipelineGroup:
     """`join` when all links are connected."""
 
-    def __init__(self, assignment: Assignment, role: WorkerRole, links: WorkerLinks, who: str) -> None:
-        self.assignment, self.role, self.links, self.who = assignment, role, links, who
+    def __init__(self, assignment: Assignment, links: WorkerLinks) -> None:
+        self.assignment, self.role, self.links = assignment, links.role, links
         self._exchanges: dict[int, Exchange] = {}
 
     def join(self, stage_set: StageSet) -> None:
@@ -66,12 +66,10 @@ class PipelineGroup:
         if role.num_pipelines == 1 and not role.groups:
             return
         if training.sums == "transport" or role.num_pipelines == 1:
-            self._exchanges = dict.fromkeys(self.role.stages, TransportExchange(self.links, self.who))
+            self._exchanges = dict.fromkeys(role.stages, TransportExchange(self.links))
         else:
             self._exchanges = dict(stage_set.open_exchanges(self._open() if role.pipeline == 0 else self._find()))
-        meeting = None
-        if role.groups:
-            meeting = GroupMeeting(self.links, training.model.config, self.who, self.assignment.tp)
+        meeting = GroupMeeting(self.links, training.model.config, self.assignment.tp) if role.groups else None
         stage_set.sum_by(self._exchanges, meeting)
 
     def _open(self) -> GroupStore:
@@ -80,13 +78,13 @@ class PipelineGroup:
         listener, port = store_listener(host)
         store = GroupStore(host, port, secrets.token_hex(16), listener)
         for pipeline in self.role.other_pipelines:
-            what = f"{self.who} sends the address of the store to pipeline {pipeline}"
+            what = f"{self.role.who} sends the address of the store to pipeline {pipeline}"
             message = json.dumps([host, port, store.prefix, Software.here()]).encode()
             self.links.send_to(GRADIENTS, pipeline, self.role.rank, FOUND, message, what)
         return store
 
     def _find(self) -> GroupStore:
-        what = f"{self.who} waits for the address of the store of p0.s{self.role.rank}"
+        what = f"{self.role.who} waits for the address of the store of p0.s{self.role.rank}"
         message = self.links.recv_from(GRADIENTS, 0, self.role.rank, FOUND, None, what).wait(START_S)
         host, port, prefix, software = json.loads(bytes(message or b""))
         require_same(Software(*map(str, software)), Software.here())

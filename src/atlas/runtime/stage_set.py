@@ -29,9 +29,9 @@ from atlas.runtime.models.tied import join
 from atlas.runtime.optimizer import FlatSlice, clip_factor, make_optimizer, norms_of, squares_of
 from atlas.runtime.stage import Stage
 from atlas.runtime.start_times import StartTimes
-from atlas.runtime.sync import GradientSync, Wait
+from atlas.runtime.sync import GradientSync
 from atlas.runtime.training import make_task
-from atlas.runtime.waits import Pending
+from atlas.runtime.waits import Pending, Wait
 from atlas.runtime.wiring import WorkerRole
 from atlas.runtime.zero import ShardedState, gather_weights
 
@@ -129,7 +129,7 @@ class StageSet:
 
     def sum_by(self, exchanges: Mapping[int, Exchange], meeting: Meeting | None = None) -> None:
         """Sum over the other pipelines by these exchanges, and over other groups of pipelines."""
-        self.sync = GradientSync(exchanges, self.device, f"{self.role.name} ({self.role.datacenter})", meeting)
+        self.sync = GradientSync(exchanges, self.device, self.role.who, meeting)
 
     def begin_sum(self, step: int, number: int) -> None:
         """Start to sum a stage's gradients over pipelines: its last one is computed."""

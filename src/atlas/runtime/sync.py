@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,11 +28,10 @@ from atlas.runtime.models.decoder import TIED_EMBEDDING
 from atlas.runtime.models.tied import joined
 from atlas.runtime.optimizer import global_norm
 from atlas.runtime.transfers import bytes_of
-from atlas.runtime.waits import Pending
+from atlas.runtime.waits import Pending, Wait
 from atlas.runtime.wiring import CONTROL, GRADIENTS, MEETING, TIED
 from atlas.wan.transport.base import Handle
 
-Wait = Callable[[Sequence[Pending]], None]
 UP, DOWN = range(2)
 
 
@@ -161,9 +160,8 @@ def _last_ns(pending: Sequence[Pending]) -> int:
 class TiedEnds:
     """Joins the gradients of tied embeddings whose ends are on two workers."""
 
-    def __init__(self, links: WorkerLinks, who: str) -> None:
-        self.links, self.who = links, who
-        self.role = links.role
+    def __init__(self, links: WorkerLinks) -> None:
+        self.links, self.role = links, links.role
 
     def join(self, step: int, name: str, gradient: Tensor, wait: Wait) -> tuple[Tensor, int]:
         """The sum of the local end's gradient (`name`) and the other end's, in host memory; when it arrived."""
@@ -172,7 +170,7 @@ class TiedEnds:
         mine = gradient.detach().to("cpu").contiguous().view(-1)
         cut = slices(len(mine), role.num_pipelines)
         whole, theirs = torch.empty_like(mine), torch.empty(cut[role.pipeline].stop - cut[role.pipeline].start)
-        what = f"SYNC of step {step} on {self.who} waits for the other end of the tied embeddings"
+        what = f"SYNC of step {step} on {role.who} waits for the other end of the tied embeddings"
         tag = (step, 0, role.pipeline, ENDS)
         came = self.links.recv_from(TIED, role.pipeline, role.opposite_end, tag, bytes_of(theirs), what)
         others = [
@@ -194,8 +192,8 @@ class TiedEnds:
 class GlobalNorm:
     """The global norm of the gradients: all stages send their squares to the last stage, which sends the norm back."""
 
-    def __init__(self, links: WorkerLinks, who: str) -> None:
-        self.links, self.who, self.role = links, who, links.role
+    def __init__(self, links: WorkerLinks) -> None:
+        self.links, self.role = links, links.role
 
     def take(self, step: int, squares: Sequence[float], wait: Wait) -> tuple[float, int]:
         """The norm, and when it arrived. The sum is exact, so the order does not matter.
@@ -220,7 +218,7 @@ class GlobalNorm:
             moments.append(at_ns)
             norm = np.array([global_norm([gathered.tolist(), *of_others])])
             for group, peer in norm_receivers(self.role):
-                what = f"{self.who} sends the norm of step {step} to another group"
+                what = f"{self.role.who} sends the norm of step {step} to another group"
                 self.links.send_node(MEETING, group.node_of(*peer), (step, 0, 0, NORMS), norm.tobytes(), what)
         else:
             norm, at_ns = self._of_first_group(step, wait)
@@ -231,13 +229,13 @@ class GlobalNorm:
 
     def _exchange(self, step: int, squares: np.ndarray, wait: Wait) -> tuple[list[list[float]], int]:
         """The squares of the other pipelines, and when the last arrived."""
-        role, what = self.role, f"NORM of step {step} on {self.who} waits for other pipelines"
+        role, what = self.role, f"NORM of step {step} on {self.role.who} waits for other pipelines"
         handles = [
             self.links.recv_from(GRADIENTS, c, role.rank, (step, 0, c, NORMS), None, what) for c in role.other_pipelines
         ]
         for c in role.other_pipelines:
             tag = (step, 0, role.pipeline, NORMS)
-            self.links.send_to(GRADIENTS, c, role.rank, tag, squares.tobytes(), f"{self.who} sends squares")
+            self.links.send_to(GRADIENTS, c, role.rank, tag, squares.tobytes(), f"{role.who} sends squares")
         if handles:
             wait(handles)
         found = [np.frombuffer(handle.buffer or b"", np.float64).tolist() for handle in handles]
@@ -247,18 +245,19 @@ class GlobalNorm:
         """The norm, from the last stage of the first group's first pipeline."""
         first = self.role.groups[0]
         node = first.node_of(0, len(first.rank_dc) - 1)
-        what = f"NORM of step {step} on {self.who} waits for {node}"
-        handle = self.links.recv_node(MEETING, node, (step, 0, 0, NORMS), None, what)
-        wait([handle])
-        return np.frombuffer(handle.buffer or b"", np.float64), handle.end_ns
+        what = f"NORM of step {step} on {self.role.who} waits for {node}"
+        return _values(self.links.recv_node(MEETING, node, (step, 0, 0, NORMS), None, what), wait)
 
     def _send(self, rank: int, tag: tuple[int, int, int, int], values: np.ndarray) -> None:
-        what = f"{self.who} sends the norm of step {tag[0]} to p{self.role.pipeline}.s{rank}"
+        what = f"{self.role.who} sends the norm of step {tag[0]} to p{self.role.pipeline}.s{rank}"
         self.links.send_to(CONTROL, self.role.pipeline, rank, tag, values.tobytes(), what)
 
     def _recv(self, rank: int, tag: tuple[int, int, int, int], wait: Wait) -> tuple[np.ndarray, int]:
-        what = f"NORM of step {tag[0]} on {self.who} waits for p{self.role.pipeline}.s{rank}"
-        handle = self.links.recv_from(CONTROL, self.role.pipeline, rank, tag, None, what)
-        wait([handle])
-        assert handle.buffer is not None
-        return np.frombuffer(handle.buffer, np.float64), handle.end_ns
+        what = f"NORM of step {tag[0]} on {self.role.who} waits for p{self.role.pipeline}.s{rank}"
+        return _values(self.links.recv_from(CONTROL, self.role.pipeline, rank, tag, None, what), wait)
+
+
+def _values(handle: Handle, wait: Wait) -> tuple[np.ndarray, int]:
+    """What was received, and when."""
+    wait([handle])
+    return np.frombuffer(handle.buffer or b"", np.float64), handle.end_ns

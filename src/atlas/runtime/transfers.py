@@ -179,7 +179,7 @@ class Transfers:
 
     def _reader(self, need: StageInput) -> str:
         kind = Kind.F if need.direction == FORWARD else Kind.B
-        return f"{Op(kind, need.stage, need.slot)} on {self.role.name} ({self.role.datacenter})"
+        return f"{Op(kind, need.stage, need.slot)} on {self.role.who}"
 
     def _sender(self, need: StageInput) -> str:
         source = need.stage - 1 if need.direction == FORWARD else need.stage + 1

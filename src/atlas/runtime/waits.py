@@ -43,6 +43,10 @@ class Pending(Protocol):
         ...
 
 
+Wait = Callable[[Sequence[Pending]], None]
+"""Returns when all are done; raises the error of one, or a timeout."""
+
+
 class Arrival:
     """Whether all inputs of an op have arrived."""
 
@@ -156,8 +160,7 @@ class Waits:
         return self._filler is not None
 
     def attach(self, facts: WorkerFacts, device: Device, note: Callable[[Span], None]) -> None:
-        if self._filler is not None:
-            self._call(lambda filler: filler.attach(facts, SharedDevice(device, note)))
+        self._call(lambda filler: filler.attach(facts, SharedDevice(device, note)))
 
     def until(self, position: Position, handles: Sequence[Pending]) -> None:
         """Wait until all are done; raises their error, or a timeout."""
@@ -178,15 +181,13 @@ class Waits:
         return began_ns
 
     def ran(self, position: Position, span: Span) -> None:
-        if self._filler is not None:
-            self._call(lambda filler: filler.ran(position, span))
+        self._call(lambda filler: filler.ran(position, span))
 
     def close(self) -> None:
-        if self._filler is not None:
-            self._call(lambda filler: filler.close())
+        self._call(lambda filler: filler.close())
 
     def _call(self, what: Callable[[Filler], None]) -> None:
-        """A filler that fails is not called again; training continues."""
+        """Call the filler, if there is one. If it fails it is not called again, and training continues."""
         if self._filler is None:
             return
         try:

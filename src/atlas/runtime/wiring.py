@@ -137,6 +137,11 @@ class WorkerRole:
         return f"p{self._first_pipeline + self.pipeline}.s{self.rank}"
 
     @property
+    def who(self) -> str:
+        """As messages name it: `p0.s1 (east)`."""
+        return f"{self.name} ({self.datacenter})"
+
+    @property
     def datacenter(self) -> str:
         return self.program.rank_dc[self.rank]
 

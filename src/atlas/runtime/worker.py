@@ -31,9 +31,9 @@ from atlas.runtime.pipeline_group import PipelineGroup
 from atlas.runtime.record import Recorder, StepRecord
 from atlas.runtime.saving import Saving, resume
 from atlas.runtime.stage_set import StageSet
-from atlas.runtime.sync import GlobalNorm, TiedEnds, Wait
+from atlas.runtime.sync import GlobalNorm, TiedEnds
 from atlas.runtime.transfers import StageInput, Transfers
-from atlas.runtime.waits import Filler, Pending, Position, Waits, WorkerFacts
+from atlas.runtime.waits import Filler, Pending, Position, Wait, Waits, WorkerFacts
 from atlas.runtime.wiring import require_runnable
 
 if TYPE_CHECKING:
@@ -73,7 +73,6 @@ class Worker:
         self.circuits = circuits if circuits is not None and circuits.has_ring else None
         self._on_copied = on_copied
         self.role = assignment.role
-        self._me = f"{self.role.name} ({self.role.datacenter})"
         self.program = program = self.role.program
         require_runnable(program)
         self.ops = program.ops(assignment.worker)
@@ -92,9 +91,9 @@ class Worker:
         self.links = WorkerLinks(self.role, assignment, direct=device.is_thread and filler is None and circuits is None)
         shape, dtype = self.task.activation_shape, self.task.dtype
         self.transfers = Transfers(self.links, device, shape, dtype, self._needs(), circuits)
-        self.pipeline_group = PipelineGroup(assignment, self.role, self.links, self._me)
-        self.tied = TiedEnds(self.links, self._me)
-        self.norm = GlobalNorm(self.links, self._me)
+        self.pipeline_group = PipelineGroup(assignment, self.links)
+        self.tied = TiedEnds(self.links)
+        self.norm = GlobalNorm(self.links)
         self.waits = Waits(assignment.patience_s, filler)
         self.recorder = Recorder(on_step)
         self.last_step = assignment.first_step + assignment.num_steps - 1
@@ -383,7 +382,7 @@ class Worker:
         return op.microbatch + now.first_step * self.program.num_microbatches
 
     def _who(self, op: Op) -> str:
-        return f"{op} on {self._me}"
+        return f"{op} on {self.role.who}"
 
 
 def _diverged(step: int, what: str) -> DivergedRunError:

@@ -7,16 +7,15 @@ and exchanges; not what an optimizer does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from atlas.runtime.exchange import STATE, WEIGHTS, Exchange, ExchangeKey, PartSizes
 from atlas.runtime.flat import FlatParameters, FlatPiece
-from atlas.runtime.waits import Pending
+from atlas.runtime.waits import Pending, Wait
 
-Wait = Callable[[Sequence[Pending]], None]
 Slots = dict[str, dict[str, Tensor]]
 """Optimizer state by parameter and slot."""
 

@@ -13,7 +13,7 @@ from typing import Any, TextIO
 import torch
 
 from atlas.runtime.assignment import Assignment
-from atlas.runtime.collectives import appear_alone
+from atlas.runtime.collectives import GroupStore, appear_alone
 from atlas.runtime.hardware import make_device
 from atlas.runtime.messages import MessageWriter, error_message
 from atlas.runtime.saving import resume
@@ -24,14 +24,14 @@ TENSOR = {"tensor": True}
 """In an order: an activation or a gradient, which the leader shares with the group."""
 
 
-def follow(assignment: Assignment, rank: int, port: int, orders: TextIO, replies: TextIO) -> None:
+def follow(assignment: Assignment, rank: int, store: GroupStore, orders: TextIO, replies: TextIO) -> None:
     """Make calls until the leader ends them, or is gone."""
     try:
         role = assignment.role
         if assignment.nccl_on_shared_gpu:
             appear_alone(f"{role.node}.{rank}")
         device = make_device(assignment.device)
-        group = TensorGroup(rank, assignment.tp, port, device.place, assignment.patience_s)
+        group = TensorGroup(rank, assignment.tp, store, device.place, assignment.patience_s)
         stage_set = ShardedStageSet(assignment, role, device, group)
         if assignment.save is not None:
             resume(assignment.save, stage_set)

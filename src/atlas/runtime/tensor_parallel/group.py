@@ -6,7 +6,6 @@ worker that peers connect to (`leader`, `follower`). Knows ranks and tensors; no
 
 from __future__ import annotations
 
-import datetime
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,36 +13,30 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from atlas.runtime.checkpoint import LayerState
+from atlas.runtime.collectives import GroupStore
 from atlas.runtime.models.shards import sharded_dimension
 
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 LEADER = 0
-START_S = 90.0
-"""Processes start one after the other, possibly on a busy host."""
 
 
 class TensorGroup:
     """This process's rank in the group, and the collectives that torch does not do itself (`models.parallel`)."""
 
-    def __init__(self, rank: int, size: int, port: int, place: str, patience_s: float, listener: int = -1) -> None:
-        """`port`: of the leader's store on loopback; `listener`: the leader's descriptor that listens there."""
+    def __init__(self, rank: int, size: int, found: GroupStore, place: str, patience_s: float) -> None:
+        """`found`: the leader's store on loopback."""
         self.rank, self.size, self.place = rank, size, torch.device(place)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK)
-        patience = datetime.timedelta(seconds=max(START_S, patience_s))
-        if rank == LEADER:
-            store = TCPStore("127.0.0.1", port, size, True, patience, wait_for_workers=False, master_listen_fd=listener)
-        else:
-            store = TCPStore("127.0.0.1", port, size, False, patience)
+        store = found.open(patience_s)
         backend = "gloo"
         if self.place.type == "cuda":
             torch.cuda.set_device(self.place)
             backend = "cpu:gloo,cuda:nccl"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=store.timeout)  # type: ignore[attr-defined]
         self.mesh: DeviceMesh = init_device_mesh(self.place.type, (size,))
 
     def share(self, tensor: Tensor) -> Tensor:

@@ -26,10 +26,10 @@ from atlas.runtime.device import Device
 from atlas.runtime.exchange import Exchange
 from atlas.runtime.meeting import LedMeeting, Meeting
 from atlas.runtime.stage import Stage
-from atlas.runtime.sync import Wait
 from atlas.runtime.tensor_parallel.follower import TENSOR, follow
 from atlas.runtime.tensor_parallel.group import LEADER, TensorGroup, place_of
 from atlas.runtime.tensor_parallel.sharding import ShardedStageSet
+from atlas.runtime.waits import Wait
 from atlas.runtime.wiring import WorkerRole
 
 EXIT_S = 2.0
@@ -56,8 +56,10 @@ class Followers:
         self._is_ending = False
         self._error: AtlasError | None = None
         self._has_error = threading.Event()
-        self._listener, self._port = store_listener("127.0.0.1")
-        self._processes = [_fork(assignment, rank, self._port) for rank in range(1, assignment.tp)]
+        listener, port = store_listener("127.0.0.1")
+        self._store = GroupStore("127.0.0.1", port, "", listener)
+        theirs = self._store._replace(listener=None)
+        self._processes = [_fork(assignment, rank, theirs) for rank in range(1, assignment.tp)]
         for rank, process in enumerate(self._processes, 1):
             threading.Thread(target=self._watch, args=(rank, process), daemon=True, name=f"rank {rank}").start()
 
@@ -65,7 +67,7 @@ class Followers:
         """Form the group."""
         if assignment.nccl_on_shared_gpu:
             appear_alone(f"{self.node}.{LEADER}")
-        return TensorGroup(LEADER, assignment.tp, self._port, place, assignment.patience_s, self._listener)
+        return TensorGroup(LEADER, assignment.tp, self._store, place, assignment.patience_s)
 
     def order(self, call: str, stage: int | None = None, args: Sequence[Any] = (), kwargs: Any = None) -> None:
         """Have every follower call a method of its stages, or of one `stage`."""
@@ -105,7 +107,7 @@ class Followers:
         self._lost(self._error)
 
 
-def _fork(assignment: Assignment, rank: int, port: int) -> _Process:
+def _fork(assignment: Assignment, rank: int, store: GroupStore) -> _Process:
     their_orders, orders = os.pipe()
     replies, their_replies = os.pipe()
     leader = os.getpid()
@@ -120,7 +122,7 @@ def _fork(assignment: Assignment, rank: int, port: int) -> _Process:
             os.closerange(4, os.sysconf("SC_OPEN_MAX"))  # descriptors of the leader
             place = assignment.device if assignment.nccl_on_shared_gpu else place_of(assignment.device, rank)
             mine = replace(assignment, device=place)
-            follow(mine, rank, port, os.fdopen(0), os.fdopen(3, "w"))
+            follow(mine, rank, store, os.fdopen(0), os.fdopen(3, "w"))
             code = 0
         finally:
             with contextlib.suppress(OSError, ValueError):
