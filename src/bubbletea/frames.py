@@ -15,6 +15,7 @@ import hmac
 import json
 import logging
 import secrets
+import socket
 import ssl
 import struct
 import zlib
@@ -38,6 +39,11 @@ GREETING_S = 10.0
 """Time limit of the handshake, of TLS and of the token together."""
 MAX_GREETING, MAX_CALLERS = 64, 4096
 """Connections in the handshake, of which the oldest makes room for a new one, and connections in all."""
+
+BACKLOG = 1024
+"""Callers that may wait in the kernel to be accepted. If it is full, a caller tries again a second later."""
+NO_DESCRIPTOR_S = 0.05
+"""Pause after a failed accept: most likely no file descriptor is left."""
 
 CHALLENGE, PROOF, WELCOME = 1, 2, 3
 """Kinds of the handshake; other modules number theirs from 16."""
@@ -190,14 +196,47 @@ class FrameServer:
     def __init__(self, token: str, context: ssl.SSLContext | None = None) -> None:
         """`context`: callers need a certificate, and everything is encrypted."""
         self.token, self.context = token, context
-        self._server: asyncio.AbstractServer | None = None
+        self._socket: socket.socket | None = None
+        self._accepting: asyncio.Task[None] | None = None
         self._callers: set[asyncio.Task[None]] = set()
         self._greeting: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         """Callers that have not proved the token, the oldest first."""
 
+    def _listen_at(self, host: str, port: int) -> tuple[str, int]:
+        """The IP address and the port that it has got; raises OSError if it cannot listen there."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, port), family=family)
+        self._listen(listener)
+        bound: tuple[str, int] = listener.getsockname()[:2]
+        return bound
+
+    def _listen(self, listener: socket.socket) -> None:
+        """Accepts callers from now on."""
+        listener.setblocking(False)
+        listener.listen(BACKLOG)
+        self._socket = listener
+        self._accepting = asyncio.create_task(self._accept(listener))
+
+    async def _accept(self, listener: socket.socket) -> None:
+        """One at a time, so that those who were accepted can prove the token meanwhile. asyncio's own server accepts
+        as many at once as its queue has, and new ones would replace all of them."""
+        loop = asyncio.get_running_loop()
+
+        def protocol() -> asyncio.StreamReaderProtocol:
+            return asyncio.StreamReaderProtocol(asyncio.StreamReader(), self._serve)
+
+        while True:
+            try:
+                sock, _ = await loop.sock_accept(listener)
+                await loop.connect_accepted_socket(protocol, sock)
+            except OSError:
+                await asyncio.sleep(NO_DESCRIPTOR_S)
+
     async def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
+        if self._socket is not None and self._accepting is not None:
+            self._accepting.cancel()
+            await asyncio.wait([self._accepting])
+            self._socket.close()
         for caller in self._callers:
             caller.cancel()
         await asyncio.gather(*self._callers, return_exceptions=True)

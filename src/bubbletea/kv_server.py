@@ -110,8 +110,7 @@ class KvServer(FrameServer):
     async def start(self, host: str, port: int) -> None:
         if self.context is None and not ipaddress.ip_address(host).is_loopback:
             raise AtlasError(f"hand-off on {host}: decode engines of other hosts need certificates. Give --certs")
-        self._server = server = await asyncio.start_server(self._serve, host, port)
-        bound, port = server.sockets[0].getsockname()[:2]
+        bound, port = self._listen_at(host, port)
         self.address = (own_address(bound), port)
 
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
+import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -91,8 +92,10 @@ class WorkerConnections(FrameServer):
 
     async def start(self, path: Path) -> str:
         """Listens on a Unix socket that only this user can open; returns its address."""
-        self._server = await asyncio.start_unix_server(self._serve, path)
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(str(path))
         path.chmod(0o600)
+        self._listen(listener)
         return f"unix:{path}"
 
     async def listen(self, host: str, port: int, security: Security | None) -> str:
@@ -102,12 +105,11 @@ class WorkerConnections(FrameServer):
             raise AtlasError(f"--workers-host {host}: workers of other hosts need certificates. Give --certs")
         self.context = None if security is None else security.server_context
         try:
-            self._server = server = await asyncio.start_server(self._serve, host, port)
+            bound, port = self._listen_at(host, port)
         except OSError as error:
             raise AtlasError(
                 f"{host}:{port}: cannot listen there ({error.strerror}). Choose another address or --workers-port"
             ) from None
-        bound, port = server.sockets[0].getsockname()[:2]
         name = own_address(bound)
         return f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
 
