@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "errors": set(),
     "lifetime": set(),
     "priority": set(),
-    "console": set(),
+    "console": {"ir"},
     "api": {"ir", "spec", "cost", "schedules", "evaluate", "planner", "view", "launch"},
     "ir": set(),
     "weather": {"ir"},

@@ -22,6 +22,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.text import Text
 
 from atlas.errors import AtlasError, SpecError
+from atlas.ir.replace import write_whole
 
 PATIENCE_S = 1.0
 """A progress bar appears after this time."""
@@ -166,6 +167,10 @@ def _indented(line: str) -> str | Padding:
     return line if words == line else Padding(Text(words), (0, 0, 0, len(line) - len(words)), expand=False)
 
 
+def print_json(data: Any) -> None:
+    sys.stdout.write(as_json(data))
+
+
 def as_json(data: Any) -> str:
     """Strict JSON: NaN and infinity become null."""
     return json.dumps(_finite(data), indent=2, allow_nan=False) + "\n"
@@ -183,6 +188,18 @@ def say(text: str) -> None:
     """Print to stderr."""
     sys.stdout.flush()
     print(text, file=sys.stderr)
+
+
+def remark(*lines: object) -> None:
+    """Print each line to stderr, with the program's name before it."""
+    for line in lines:
+        say(f"atlas: {line}")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file that the user asked for, and say so."""
+    write_whole(path, text.encode(errors="replace"))
+    say(f"wrote {path}")
 
 
 class Meter:

@@ -82,18 +82,19 @@ def test_a_run_is_followed_from_before_its_first_step(tmp_path: Path) -> None:
     assert run.state()["last"]["step"] == 1
 
 
-def test_what_the_coordinator_says_is_in_the_event_log_and_a_loss_is_a_warning(tmp_path: Path) -> None:
+def test_what_the_coordinator_says_is_in_the_event_log_and_a_loss_is_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_facts(tmp_path, PageFacts("tiny"), load_job(TINY))
     lost = "host east (2 of 2) is lost: out of reach for 5 s. A spare takes its place: 1.2 s an iteration"
     said = [lost, "attempt 2 begins, from step 4", "west alone; continuing with that"]
-    printed: list[str] = []
     with RunReport(ReportChoice(bar=False, page=paths_of(tmp_path)), 2) as report:
         for line in said:
-            noted(report, printed.append)(line)
+            noted(report)(line)
     run = LiveRun()
     FolderFollower(tmp_path, run).poll()
     kinds = {event["text"]: event["kind"] for event in run.state()["events"]}
-    assert printed == said
+    assert capsys.readouterr().err.splitlines() == [f"atlas: {line}" for line in said]
     assert [kinds[line] for line in said] == ["warning", "note", "note"]
 
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 from atlas.api import simulate
-from atlas.console import Meter, job_flags, require_folder, say, search_flags, show, whole
+from atlas.console import Meter, job_flags, remark, require_folder, search_flags, show, whole
 from atlas.cost.arrange import arrange
 from atlas.errors import AtlasError
 from atlas.evidence.data_point import DataPoint
@@ -20,7 +21,7 @@ from atlas.evidence.recorder import require_same
 from atlas.evidence.run_folder import find_run
 from atlas.evidence.write_card import RunFacts, require_new, write_data_point
 from atlas.ir.store import load_timeline
-from atlas.spec.plan import load_job_or_plan, plan_text
+from atlas.spec.plan import Plan, load_job_or_plan, plan_text
 
 DEFAULT_STEPS = 7
 """Simulated: five count, because the first and the last are left out."""
@@ -46,15 +47,9 @@ def run(args: argparse.Namespace) -> int:
     if is_yaml and args.job is not None:
         raise AtlasError(f"--job is for a timeline file, and {args.source} is a plan or a job. Leave it out")
     point = _simulated(args) if is_yaml else _recorded(args)
-    told = [f"{len(point.ranks)} traces, times are {point.source}."]
-    told += [
-        f"{name}: {value:.6g} {unit}"
-        for name, value, unit in ((m.name, m.value, m.unit) for m in point.ccl[:4])
-        if value is not None
-    ]
-    show(f"Wrote {args.out}: {told[0]}", *(f"  {line}" for line in told[1:]))
-    for finding in point.findings:
-        say(f"atlas: {finding}")
+    figures = [f"  {m.name}: {m.value:.6g} {m.unit}" for m in point.ccl[:4] if m.value is not None]
+    show(f"Wrote {args.out}: {len(point.ranks)} traces, times are {point.source}.", *figures)
+    remark(*point.findings)
     return 0
 
 
@@ -66,15 +61,8 @@ def _simulated(args: argparse.Namespace) -> DataPoint:
         simulation = simulate(plan or job, schedule, **options)
     found, whole = simulation.best, simulation.whole
     if whole is not None:
-        say(f"atlas: the card is of the slowest of {len(whole.results)} groups of pipelines; each needs its own card")
-    facts = RunFacts(
-        found.schedule,
-        found.tcp,
-        command=["atlas", *sys.argv[1:]],
-        plan_text="" if plan is None else plan_text(plan),
-        contributor=args.contributor,
-        contact=args.contact,
-    )
+        remark(f"the card is of the slowest of {len(whole.results)} groups of pipelines; each needs its own card")
+    facts = RunFacts(found.schedule, found.tcp, command=["atlas", *sys.argv[1:]], **_stated(args, plan))
     return write_data_point(args.out, found.timeline, found.case.job, found.case.arrangement, facts)
 
 
@@ -92,10 +80,14 @@ def _recorded(args: argparse.Namespace) -> DataPoint:
         timeline.program.name,
         str(timeline.meta.get("tcp", "many")),
         command=source.command or ["atlas", *sys.argv[1:]],
-        plan_text="" if plan is None else plan_text(plan),
-        contributor=args.contributor,
-        contact=args.contact,
         slower=int(timeline.meta.get("slower", 1)),
         trained=str(timeline.meta.get("trained", "")),
+        **_stated(args, plan),
     )
     return write_data_point(args.out, timeline, job, arrangement, facts)
+
+
+def _stated(args: argparse.Namespace, plan: Plan | None) -> dict[str, Any]:
+    """Facts of the card that no run shows."""
+    text = "" if plan is None else plan_text(plan)
+    return {"plan_text": text, "contributor": args.contributor, "contact": args.contact}

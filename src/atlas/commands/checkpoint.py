@@ -7,14 +7,13 @@ A folder may be a datacenter's own, or a parent of several: all stores below it 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atlas.console import Meter, as_json, say, show
+from atlas.console import Meter, print_json, say, show
 from atlas.errors import AtlasError
-from atlas.view.table import plain_table
+from atlas.view.table import plain_table, right
 
 if TYPE_CHECKING:
     from atlas.runtime.checkpoint import BlobStore, Checkpoint
@@ -87,13 +86,9 @@ def stores_under(places: Sequence[str]) -> list[BlobStore]:
 def _list(stores: Sequence[BlobStore], in_json: bool) -> None:
     rows = [_row(stores, id) for id in _ids(stores)]
     if in_json:
-        sys.stdout.write(as_json(rows))
+        print_json(rows)
         return
-    table = plain_table()
-    for name in ("step", "attempt", "parts", "layers", "MB"):
-        table.add_column(name, justify="right")
-    table.add_column("complete")
-    table.add_column("in")
+    table = plain_table(*right("step", "attempt", "parts", "layers", "MB"), "complete", "in")
     for row in rows:
         state = "yes" if row["complete"] else f"no: {', '.join(row['missing'][:3]) or 'no part'} missing"
         layers = f"{row['num_layers'] - len(row['missing'])} of {row['num_layers']}"
@@ -141,7 +136,7 @@ def _verify(found: Checkpoint, in_json: bool) -> int:
 
     problems = verify(found)
     if in_json:
-        sys.stdout.write(as_json({"step": found.step, "attempt": found.id.attempt, "problems": problems}))
+        print_json({"step": found.step, "attempt": found.id.attempt, "problems": problems})
         return 2 if problems else 0
     if problems:
         raise AtlasError("\n".join(problems))

@@ -6,13 +6,12 @@ A and B are timeline files, or JOB.yaml:SCHEDULE to simulate now.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from atlas.api import simulate
 from atlas.commands.view import Outputs, picture_flags
-from atlas.console import Meter, as_json, job_flags, search_flags, show
+from atlas.console import Meter, job_flags, print_json, search_flags, show
 from atlas.errors import AtlasError
 from atlas.evaluate import Progress
 from atlas.ir.analysis import summary
@@ -51,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     _require_related(a, b, args)
     found = difference(a, b)
     if args.json:
-        sys.stdout.write(as_json({"a": summary(a), "b": summary(b), "difference": found.as_dict()}))
+        print_json({"a": summary(a), "b": summary(b), "difference": found.as_dict()})
     else:
         show(side_by_side(summary(a), summary(b)), "", compare_table(found))
     outputs.write([a, b], [a, b], f"{a.program.name} and {b.program.name}", [], inputs)

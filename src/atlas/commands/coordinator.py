@@ -14,7 +14,7 @@ from atlas.commands.network_flags import PORT, address_of
 from atlas.commands.train import end_on_signals, how_flags, recipe_of
 from atlas.commands.train_dc import group_flags
 from atlas.commands.watching import evidence_of, live_page, noted, recorded, watch_flags, watched, write_evidence
-from atlas.console import job_flags, require_outputs, say
+from atlas.console import job_flags, require_outputs
 from atlas.launch.rendezvous import COORDINATOR
 from atlas.launch.report import RunReport
 from atlas.launch.supervisor import RestartPolicy
@@ -70,15 +70,12 @@ def run(args: argparse.Namespace) -> int:
         without=tuple(args.without),
     )
 
-    def say_line(line: str) -> None:
-        say(f"atlas: {line}")
-
     end_on_signals()
     choice = watched(args, recipe.logging, job, options)
     record = RunRecord(Path(recipe.logging.folder or args.state), {"run": job.name, "steps": options.steps})
     evidence = evidence_of(args.evidence, job, options)
     with live_page(args, recipe.logging, job, options), RunReport(choice, options.steps) as report:
-        callbacks = RunCallbacks(noted(report, say_line), recorded(report, evidence, options), record=record)
+        callbacks = RunCallbacks(noted(report), recorded(report, evidence, options), record=record)
         code = coordinate(job, options, settings, callbacks, args.state)
     write_evidence(evidence)
     return code

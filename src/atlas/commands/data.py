@@ -6,11 +6,10 @@ A text file is one document, a .jsonl file one per line ({"text": ...}). Without
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
-from atlas.console import Meter, as_json
+from atlas.console import Meter, print_json
 from atlas.errors import AtlasError
 from atlas.runtime.data.batches import Dataset
 from atlas.runtime.data.tokenize import SHARD_TOKENS, sample_text, tokenize
@@ -48,11 +47,11 @@ def run(args: argparse.Namespace) -> int:
                 progress=meter,
             )
         dataset = Dataset.open(args.out)
+    facts = _facts(dataset)
     if args.json:
-        sys.stdout.write(as_json(_facts(dataset)))
+        print_json(facts)
     else:
         where = ", ".join(map(str, args.paths if args.action == "check" else [args.out]))
-        facts = _facts(dataset)
         print(f"{where}: {facts['tokens']:,} tokens in {facts['shards']} shard(s), tokenizer {facts['tokenizer']}")
         print(f"vocabulary {facts['vocabulary']:,}, {facts['bytes_per_token']} byte(s) each, digest {facts['digest']}")
     return 0

@@ -8,10 +8,9 @@ carries them out in real time against emulated switches, without a model. See do
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import Any
 
-from atlas.console import as_json, job_flags, number, show
+from atlas.console import job_flags, number, print_json, show
 from atlas.cost.table import Costs
 from atlas.evaluate import build, find_schedule, prepare
 from atlas.fabric.circuit_plan import CircuitChange, circuit_plan
@@ -22,8 +21,10 @@ from atlas.spec.fabric import KINDS, Fabric
 from atlas.spec.job import Cluster, DataCenter, Job
 from atlas.spec.plan import load_job_or_plan
 from atlas.spec.power import bill_in, it_watts, keeps_ring, nodes_allowed, parts_in, server_watts
-from atlas.view.table import plain_table, seconds
+from atlas.view.table import plain_table, right, seconds, whole_words
 
+COUNTED = ("switch_ports", "optical_ports", "transceivers", "watts", "watts_per_gpu", "usd", "usd_per_gpu")
+"""Figures of a fabric's bill."""
 DEADLINE_S = 2.0
 """Beyond three times its delay, a switch is late."""
 
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         return _circuits(job, args)
     found = [_datacenter(job, dc) for dc in job.cluster.datacenters]
     if args.json:
-        sys.stdout.write(as_json({"datacenters": found}))
+        print_json({"datacenters": found})
         return 0
     for k, one in enumerate(found):
         show(*([""] if k else []), _verdict(one), *_table(one))
@@ -80,7 +81,7 @@ def _circuits(job: Job, args: argparse.Namespace) -> int:
         )
         text += [f"The circuits stayed as they were: {ran.failed}"] if ran.failed else []
     if args.json:
-        sys.stdout.write(as_json(found))
+        print_json(found)
     else:
         show(*text)
     return 0
@@ -123,22 +124,15 @@ def _datacenter(job: Job, dc: DataCenter) -> dict[str, Any]:
 
 
 def _fabric(cluster: Cluster, dc: DataCenter, kind: Any, switch_ports: int) -> dict[str, Any]:
-    found: dict[str, Any] = {"kind": kind, "fits": kind != "flat-rail" or dc.nodes <= switch_ports}
     bill = bill_in(cluster, dc, kind)
-    found |= {
-        "switch_ports": bill.switch_ports,
-        "optical_ports": bill.optical_ports,
-        "transceivers": bill.transceivers,
-        "watts": bill.watts,
-        "watts_per_gpu": bill.watts_per_gpu,
-        "usd": bill.usd,
-        "usd_per_gpu": bill.usd_per_gpu,
+    powered = dc.power_kw is not None and server_watts(cluster, dc) is not None
+    return {
+        "kind": kind,
+        "fits": kind != "flat-rail" or dc.nodes <= switch_ports,
+        **{name: getattr(bill, name) for name in COUNTED},
         "it_watts": it_watts(cluster, dc, kind),
-        "nodes_allowed": None,
+        "nodes_allowed": nodes_allowed(cluster, dc, kind) if powered else None,
     }
-    if dc.power_kw is not None and server_watts(cluster, dc) is not None:
-        found["nodes_allowed"] = nodes_allowed(cluster, dc, kind)
-    return found
 
 
 # ---- text ----------------------------------------------------------------------------------------------------------
@@ -174,11 +168,10 @@ def _table(one: dict[str, Any]) -> list[Any]:
     watts = one["server_watts_per_gpu"]
     servers = f" Servers: {watts:,g} W a GPU ({one['server_watts_source'] or 'of the job'})." if watts else ""
     few = "" if all(row["fits"] for row in one["fabrics"]) else f" > {parts['switch_ports']}: more nodes than ports."
-    table = plain_table(caption=f"Parts: {parts['source']}, {parts['date']}.{servers}{few} * in the job")
-    table.add_column("fabric", no_wrap=True)
+    caption = f"Parts: {parts['source']}, {parts['date']}.{servers}{few} * in the job"
     powered = one["power_kw"] is not None
-    for name in ("ports", "optics", "kW", "W/GPU", "$", "$/GPU", *(["GPUs fit"] if powered else [])):
-        table.add_column(name, justify="right", no_wrap=True)
+    figures = right("ports", "optics", "kW", "W/GPU", "$", "$/GPU", *(["GPUs fit"] if powered else []))
+    table = plain_table(*whole_words("fabric"), *figures, caption=caption)
     for row in one["fabrics"]:
         ports = row["switch_ports"] or row["optical_ports"]
         fit = row["nodes_allowed"]

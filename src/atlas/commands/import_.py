@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 
 from atlas.api import simulate
-from atlas.console import Meter, require_apart, require_outputs, say, show
+from atlas.console import Meter, remark, require_apart, require_outputs, show
 from atlas.errors import AtlasError
 from atlas.evidence.data_point import read_data_point
 from atlas.evidence.importing import import_job
@@ -55,6 +55,5 @@ def run(args: argparse.Namespace) -> int:
         f"  step of the traces   {seconds(found.step_s)} ({point.source})",
         f"  simulated iteration  {seconds(iteration_s)} ({result.schedule}), off by {off:+.1%}",
     )
-    for note in (*found.notes, *point.findings):
-        say(f"atlas: {note}")
+    remark(*found.notes, *point.findings)
     return 0

@@ -12,7 +12,6 @@ import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 from atlas.catalogue.jobfile import dates, job_text, model, site, sites
 from atlas.catalogue.models import shapes
@@ -23,9 +22,7 @@ from atlas.ir.replace import write_whole
 from atlas.spec.batch import batch_sequences
 from atlas.spec.document import parse_yaml
 from atlas.spec.load import finished
-from atlas.view.table import plain_table
-
-T = TypeVar("T")
+from atlas.view.table import folded, plain_table, right, whole_words
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -75,11 +72,7 @@ def _require(args: argparse.Namespace) -> None:
 
 
 def _show_models() -> None:
-    table = plain_table()
-    table.add_column("model", no_wrap=True)
-    for name in ("parameters", "layers", "hidden"):
-        table.add_column(name, justify="right")
-    table.add_column("source", overflow="fold")
+    table = plain_table(*whole_words("model"), *right("parameters", "layers", "hidden"), *folded("source"))
     for one in shapes().values():
         table.add_row(one.name, f"{one.billions:g}B", str(one.keys["layers"]), str(one.keys["hidden"]), one.source)
     show(table)
@@ -90,23 +83,19 @@ def _ask(args: argparse.Namespace) -> None:
     """Ask for what is missing, again until it is right."""
     if not args.model:
         question = "Model (a name such as llama-3-8b, or a Hugging Face folder): "
-        args.model = _answer(question, lambda t: _named(t, args.seq))
+        args.model = _answer(question, lambda text: model(text, args.seq))
     while not args.dc:
         say("GPUs you can have, one region a line, such as aws:us-east-1=64xH100. An empty line ends the list.")
-        while text := _answer("  GPUs: ", lambda t: (site(t), t)[1] if t else ""):
+        while text := _answer("  GPUs: ", lambda text: text and site(text)):
             args.dc.append(text)
     if not args.batch:
         length = model(args.model, args.seq).seq_len
         question = "Batch of one iteration (tokens such as 1M, or '512 sequences'): "
-        args.batch = _answer(question, lambda t: (batch_sequences(t, length, where="batch"), t)[1])
+        args.batch = _answer(question, lambda text: batch_sequences(text, length, where="batch"))
 
 
-def _named(text: str, seq_len: int | None) -> str:
-    model(text, seq_len)
-    return text
-
-
-def _answer(question: str, checked: Callable[[str], T]) -> T:
+def _answer(question: str, check: Callable[[str], object]) -> str:
+    """The first answer that `check` accepts."""
     while True:
         print(question, end="", file=sys.stderr, flush=True)
         line = sys.stdin.readline()
@@ -114,6 +103,7 @@ def _answer(question: str, checked: Callable[[str], T]) -> T:
             rule, remedy = "ended before all questions were answered", "Give the flags instead: atlas init --help"
             raise SpecError(where="atlas init", key="input", rule=rule, remedy=remedy)
         try:
-            return checked(line.strip())
+            check(line.strip())
+            return line.strip()
         except SpecError as error:
             say(f"  {error}")

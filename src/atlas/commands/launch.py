@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from atlas.commands.network_flags import address_of
+from atlas.commands.network_flags import rendezvous_of
 from atlas.console import make_folder, require_folder
 from atlas.errors import AtlasError
 from atlas.launch.job_files import PORTS, TARGETS, LaunchChoice, write_files
@@ -46,9 +46,7 @@ def run(args: argparse.Namespace) -> int:
     require_executable(job)
     if plan is not None and plan.runnable != "yes":
         raise AtlasError(f"{job.where}: runnable: {plan.runnable}")
-    apart = args.coordinator is not None
-    rendezvous = args.coordinator if apart else args.rendezvous
-    address_of("--coordinator" if apart else "--rendezvous", rendezvous)
+    rendezvous_of(args)
     if args.ports is not None:
         PortRange.of(args.ports)
     require_folder(args.out, "--out")
@@ -60,13 +58,13 @@ def run(args: argparse.Namespace) -> int:
         job,
         text,
         read_text(args.recipe, key="recipe"),
-        rendezvous,
+        args.coordinator or args.rendezvous,
         args.image,
         args.ports,
         args.device,
         not args.no_certs,
         (recipe.checkpoints.folder or "").startswith(OBJECT_STORE),
-        apart,
+        args.coordinator is not None,
         recipe.network,
         (*_folders(recipe, args.recipe), *named),
     )

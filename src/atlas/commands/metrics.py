@@ -7,19 +7,17 @@ idle time and imbalance. `--against` shows the first data point beside another o
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column, Table
 
-from atlas.console import Meter, as_json, require_outputs, say, show
+from atlas.console import Meter, print_json, remark, require_outputs, show, write_text
 from atlas.evidence.data_point import DataPoint, read_data_point
 from atlas.evidence.metric import CCL_DEFINITIONS, Metric
 from atlas.evidence.own import OWN_DEFINITIONS
 from atlas.evidence.page import metrics_page
-from atlas.ir.replace import write_whole
-from atlas.view.table import plain_table
+from atlas.view.table import plain_table, right, whole_words
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     with Meter() as meter:
         points = [read_data_point(folder, salvage=args.salvage, progress=meter) for folder in folders]
     if args.json:
-        sys.stdout.write(as_json([as_dict(point) for point in points]))
+        print_json([as_dict(point) for point in points])
     else:
         compared = args.against is not None
         show(_table("CCL-Bench's metrics", [point.ccl for point in points], points, compared=compared), "")
@@ -48,11 +46,9 @@ def run(args: argparse.Namespace) -> int:
         if args.definitions:
             show("", *(f"{name}: {words}" for name, words in {**CCL_DEFINITIONS, **OWN_DEFINITIONS}.items()))
     for point in points:
-        for finding in point.findings:
-            say(f"atlas: {point.name}: {finding}")
+        remark(*(f"{point.name}: {finding}" for finding in point.findings))
     if args.page is not None:
-        write_whole(args.page, metrics_page(points, against=args.against is not None).encode())
-        say(f"wrote {args.page}")
+        write_text(args.page, metrics_page(points, against=args.against is not None))
     return 0
 
 
@@ -74,18 +70,14 @@ def as_dict(point: DataPoint) -> dict[str, Any]:
 
 def _table(title: str, metrics: list[list[Metric]], points: list[DataPoint], *, compared: bool) -> Table:
     """One line per metric that any data point has a value of."""
-    table = plain_table(title)
-    table.add_column("metric", no_wrap=True)
-    for point in points:
-        table.add_column(f"{point.name[:24]}\n({point.source})", justify="right")
-    table.add_column("unit")
-    if compared:
-        table.add_column("ratio", justify="right")
+    values = [Column(f"{point.name[:24]}\n({point.source})", justify="right") for point in points]
+    ratio = right("ratio") if compared else []
+    table = plain_table(*whole_words("metric"), *values, "unit", *ratio, title=title)
     for row in zip(*metrics, strict=True):
         if all(metric.value is None for metric in row):
             continue
-        ratio = [ratio_text(row[0].value, row[-1].value)] if compared else []
-        table.add_row(row[0].name, *(value_text(metric.value) for metric in row), row[0].unit, *ratio)
+        times = [ratio_text(row[0].value, row[-1].value)] if compared else []
+        table.add_row(row[0].name, *(value_text(metric.value) for metric in row), row[0].unit, *times)
     return table
 
 

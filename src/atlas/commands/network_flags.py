@@ -69,6 +69,12 @@ def network_of(args: argparse.Namespace, recipe: NetworkRecipe, *, share: tuple[
     return SiteNetwork(first("listen") or SiteNetwork().listen, first("advertise") or "", ports, reach, private)
 
 
+def rendezvous_of(args: argparse.Namespace) -> tuple[str, int]:
+    """Where launchers meet: at `atlas coordinator`, or at the plan's first datacenter."""
+    flag = "--rendezvous" if args.coordinator is None else "--coordinator"
+    return address_of(flag, args.coordinator or args.rendezvous or f"127.0.0.1:{PORT}")
+
+
 def address_of(flag: str, text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:

@@ -7,7 +7,6 @@ them event by event, and searches the winner's schedule. Ctrl-C ends the search 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,20 +15,21 @@ from atlas.api import PlanSearch, plan
 from atlas.commands.simulate import priced
 from atlas.console import (
     Meter,
-    as_json,
     job_flags,
     number,
+    print_json,
+    remark,
     require_apart,
     require_drawable,
     require_outputs,
     say,
     show,
     whole,
+    write_text,
 )
 from atlas.cost.cluster_arrays import cluster_arrays
 from atlas.cost.compute import pricing
 from atlas.errors import SpecError
-from atlas.ir.replace import write_whole
 from atlas.planner.fabrics import FabricChoice, energy_of
 from atlas.planner.families import INNER_STEPS
 from atlas.planner.objective import OBJECTIVES
@@ -41,7 +41,7 @@ from atlas.planner.verdict import dollars, family_rows, origins
 from atlas.sailor.run import FLAGS, run_sailor
 from atlas.spec.plan import load_job_or_plan
 from atlas.view.chart import front_svg, write_chart
-from atlas.view.table import plain_table, seconds
+from atlas.view.table import folded, plain_table, right, seconds
 
 SHOWN = 8
 """Other plans in the table."""
@@ -133,11 +133,11 @@ def run(args: argparse.Namespace) -> int:
         )
         search.break_even  # noqa: B018 - found here, while the bar is shown
     if args.json:
-        sys.stdout.write(as_json(search.as_dict()))
+        print_json(search.as_dict())
     else:
         _show(search)
     if search.found.interrupted:
-        say("atlas: interrupted: this is the best plan so far")
+        remark("interrupted: this is the best plan so far")
     _write(args, search)
     return 0
 
@@ -219,13 +219,8 @@ def _show(search: PlanSearch) -> None:
 
 def _ranking(caption: str, first: str, second: str, cost: str | None) -> Any:
     """An empty table of plans: two columns of text, the time, the cost if there is one, and why a plan lost."""
-    table = plain_table(caption=caption)
-    for name in (first, second):
-        table.add_column(name, overflow="fold", ratio=3)
-    for name in ("iteration", *([cost] if cost else [])):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("lost by", overflow="fold", ratio=3)
-    return table
+    figures = right("iteration", *([cost] if cost else []))
+    return plain_table(*folded(first, second, ratio=3), *figures, *folded("lost by", ratio=3), caption=caption)
 
 
 def _families(search: PlanSearch, money: bool) -> Any:
@@ -242,11 +237,9 @@ def _families(search: PlanSearch, money: bool) -> Any:
 
 
 def _fabrics(choices: Sequence[FabricChoice]) -> Any:
-    table = plain_table(caption="Best plan with each choice of fabrics, orders not searched; the first is used.")
-    table.add_column("fabric", overflow="fold", ratio=2)
-    table.add_column("sites", overflow="fold", ratio=2)
-    for name in ("GPUs", "iteration", "kW", "fabric", "tokens/J"):
-        table.add_column(name, justify="right", no_wrap=True)
+    caption = "Best plan with each choice of fabrics, orders not searched; the first is used."
+    figures = right("GPUs", "iteration", "kW", "fabric", "tokens/J")
+    table = plain_table(*folded("fabric", "sites", ratio=2), *figures, caption=caption)
     for one in choices:
         row = one.row()
         if one.planned is None:
@@ -281,8 +274,7 @@ def _write(args: argparse.Namespace, search: PlanSearch) -> None:
         search.save(args.out)
         say(f"wrote {args.out}")
     if args.page is not None:
-        write_whole(args.page, search.page().encode())
-        say(f"wrote {args.page}")
+        write_text(args.page, search.page())
     if args.pareto is not None:
         title = f"{search.found.job.name}: time and cost"
         write_chart(args.pareto, front_svg(search.table(), search.as_dict()["pareto"], title=title), title)

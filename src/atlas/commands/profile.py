@@ -17,7 +17,7 @@ from typing import Any
 
 from atlas.console import job_flags, require_apart, require_writable, whole
 from atlas.cost.profile import load_profile, shape_of
-from atlas.ir.replace import replacing
+from atlas.ir.replace import write_whole
 from atlas.spec import Job
 from atlas.spec.plan import load_job_or_plan
 
@@ -48,8 +48,7 @@ def run(args: argparse.Namespace) -> int:
     same = {key: entry[key] for key in ("gpu", "microbatch", "tp", *shape_of(job))}
     kept_entries = [e.model_dump(exclude_none=True) for e in (kept.entries if kept else ())]
     others = [e for e in kept_entries if any(e.get(key, value) != value for key, value in same.items())]
-    with replacing(args.out) as file:
-        file.write((json.dumps({"model": job.name, "entries": [*others, entry]}, indent=2) + "\n").encode())
+    write_whole(args.out, (json.dumps({"model": job.name, "entries": [*others, entry]}, indent=2) + "\n").encode())
     layer = entry["layer"]
     print(
         f"{args.gpu}, microbatch {job.microbatch}: a layer takes {layer['forward_s'] * 1e3:.3f} ms forward, "

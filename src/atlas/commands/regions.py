@@ -11,14 +11,16 @@ that no public source has is shown as unknown. docs/regions.md has the sources.
 from __future__ import annotations
 
 import argparse
-import sys
 from itertools import combinations
 from typing import Any
 
 from atlas.catalogue.priors import Prior, link_priors
 from atlas.catalogue.table import CLOUDS, OLD_DAYS, GpuPrice, Region, days_old, gpu_prices, region, regions
-from atlas.console import as_json, say, show
-from atlas.view.table import plain_table
+from atlas.console import print_json, say, show
+from atlas.view.table import folded, plain_table, right, whole_words
+
+SHOWN = ("gpu", "instance", "usd_per_gpu_hour", "usd_per_gpu_hour_spot", "source", "date")
+"""Of a GPU's price, as JSON."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
         chosen = list(dict.fromkeys(region(name, "atlas regions") for name in args.region)) or list(regions().values())
         paired = bool(args.region)
     if args.json:
-        sys.stdout.write(as_json(_as_dict(chosen, paired)))
+        print_json(_as_dict(chosen, paired))
     elif paired:
         _show_chosen(chosen)
     else:
@@ -48,10 +50,9 @@ def _sold(one: Region) -> list[GpuPrice]:
 
 # ---- tables ------------------------------------------------------------------------------------------------
 def _show_all(chosen: list[Region]) -> None:
-    table = plain_table(caption="Dollars an hour for one GPU, on demand. All figures are priors (list prices).")
-    table.add_column("region", no_wrap=True)
-    table.add_column("place", overflow="fold", ratio=2)
-    table.add_column("GPUs with a known price", overflow="fold", ratio=4)
+    columns = (*whole_words("region"), *folded("place", ratio=2), *folded("GPUs with a known price", ratio=4))
+    caption = "Dollars an hour for one GPU, on demand. All figures are priors (list prices)."
+    table = plain_table(*columns, caption=caption)
     for one in chosen:
         sold = ", ".join(f"{price.gpu} {price.usd_per_gpu_hour:.2f}" for price in _sold(one))
         table.add_row(one.name, one.place, sold or "unknown")
@@ -59,12 +60,9 @@ def _show_all(chosen: list[Region]) -> None:
 
 
 def _show_chosen(chosen: list[Region]) -> None:
-    table = plain_table(caption="Prior: list prices of one GPU, dollars an hour, with the date of the list.")
-    table.add_column("region", overflow="fold")
-    for name in ("GPU", "instance"):
-        table.add_column(name, no_wrap=True)
-    for name in ("on demand", "spot", "date"):
-        table.add_column(name, justify="right", no_wrap=True)
+    columns = (*folded("region"), *whole_words("GPU", "instance"), *right("on demand", "spot", "date"))
+    caption = "Prior: list prices of one GPU, dollars an hour, with the date of the list."
+    table = plain_table(*columns, caption=caption)
     dates: set[str] = set()
     for one in chosen:
         for price in _sold(one):
@@ -86,10 +84,7 @@ def _links(chosen: list[Region], dates: set[str]) -> list[Any]:
         "Prior: throughput is that of one pair of VMs with 64 connections, in the slower direction; egress is the mean "
         "of both directions."
     )
-    table = plain_table(caption=caption)
-    table.add_column("between", overflow="fold")
-    for name in ("round trip", "Gbit/s", "$/GB"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = plain_table(*folded("between"), *right("round trip", "Gbit/s", "$/GB"), caption=caption)
     notes = []
     for a, b in combinations(chosen, 2):
         found = link_priors(a, b)
@@ -121,17 +116,7 @@ def _as_dict(chosen: list[Region], paired: bool) -> dict[str, Any]:
                 "region": one.name,
                 "place": one.place,
                 "location": list(one.location),
-                "gpus": [
-                    {
-                        "gpu": price.gpu,
-                        "instance": price.instance,
-                        "usd_per_gpu_hour": price.usd_per_gpu_hour,
-                        "usd_per_gpu_hour_spot": price.usd_per_gpu_hour_spot,
-                        "source": price.source,
-                        "date": price.date,
-                    }
-                    for price in _sold(one)
-                ],
+                "gpus": [{key: getattr(price, key) for key in SHOWN} for price in _sold(one)],
             }
             for one in chosen
         ]
@@ -140,13 +125,13 @@ def _as_dict(chosen: list[Region], paired: bool) -> dict[str, Any]:
         found["links"] = [
             {
                 "between": [a.name, b.name],
-                **{name: {"value": p.value, "basis": p.basis, "date": p.date} for name, p in _priors(a, b)},
+                **{name: {"value": p.value, "basis": p.basis, "date": p.date} for name, p in _priors(a, b).items()},
             }
             for a, b in combinations(chosen, 2)
         ]
     return found
 
 
-def _priors(a: Region, b: Region) -> list[tuple[str, Prior]]:
+def _priors(a: Region, b: Region) -> dict[str, Prior]:
     found = link_priors(a, b)
-    return [("rtt_ms", found.rtt_ms), ("gbps", found.gbps), ("egress_usd_per_gb", found.egress_usd_per_gb)]
+    return {key: getattr(found, key) for key in ("rtt_ms", "gbps", "egress_usd_per_gb")}

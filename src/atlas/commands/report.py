@@ -9,10 +9,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from atlas.console import Meter, require_outputs, say, show
+from atlas.console import Meter, remark, require_outputs, show, write_text
 from atlas.evidence.report_page import report_page, verdict
 from atlas.evidence.run_summary import run_summary
-from atlas.ir.replace import write_whole
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -27,9 +26,7 @@ def run(args: argparse.Namespace) -> int:
     require_outputs({"--out": args.out}, args.runs)
     with Meter() as meter:
         found = [run_summary(source, salvage=args.salvage, progress=meter) for source in args.runs]
-    write_whole(args.out, report_page(found, args.title).encode(errors="replace"))
     show(verdict(found))
-    for note in (note for one in found for note in one.notes):
-        say(f"atlas: {note}")
-    say(f"wrote {args.out}")
+    remark(*(note for one in found for note in one.notes))
+    write_text(args.out, report_page(found, args.title))
     return 0

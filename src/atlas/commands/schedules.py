@@ -9,12 +9,12 @@ from __future__ import annotations
 import argparse
 import sys
 
-from atlas.console import Meter, as_json, job_flags, search_flags, show
+from atlas.console import Meter, job_flags, print_json, search_flags, show
 from atlas.evaluate import build, find_schedule, prepare
 from atlas.ir.text import to_text, to_torch_csv
 from atlas.schedules import SCHEDULES
 from atlas.spec.plan import load_job_or_plan
-from atlas.view.table import plain_table
+from atlas.view.table import plain_table, whole_words
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -42,11 +42,9 @@ def run(args: argparse.Namespace) -> int:
 def _list(in_json: bool) -> None:
     if in_json:
         found = [{"schedule": s.name, "summary": s.summary, "shares": s.shares} for s in SCHEDULES.values()]
-        sys.stdout.write(as_json(found))
+        print_json(found)
         return
-    table = plain_table()
-    table.add_column("schedule", style="bold", no_wrap=True)
-    table.add_column("what it does")
+    table = plain_table(*whole_words("schedule", style="bold"), "what it does")
     for schedule in SCHEDULES.values():
         table.add_row(schedule.name, schedule.summary)
     show(table)

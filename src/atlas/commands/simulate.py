@@ -8,14 +8,13 @@ out those on one connection: they take so much longer that the others would be t
 from __future__ import annotations
 
 import argparse
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from atlas.api import Simulation, simulate
 from atlas.commands.view import Outputs, picture_flags
@@ -24,9 +23,10 @@ from atlas.console import (
     as_json,
     job_flags,
     make_folder,
+    print_json,
+    remark,
     require_apart,
     require_folder,
-    say,
     search_flags,
     show,
     whole,
@@ -39,7 +39,7 @@ from atlas.sim.weather import Tail
 from atlas.spec.plan import load_job_or_plan
 from atlas.view import results_table
 from atlas.view.chart import curves_svg
-from atlas.view.table import plain_table, seconds
+from atlas.view.table import plain_table, right, seconds
 
 RESULTS = "results.json"
 Row = Mapping[str, Any]
@@ -95,10 +95,9 @@ def run(args: argparse.Namespace) -> int:
             progress=meter,
         )
     found = simulation.table()
-    for name, reason in simulation.skipped.items():
-        say(f"atlas: {name} skipped: {reason}")
+    remark(*(f"{name} skipped: {reason}" for name, reason in simulation.skipped.items()))
     if args.json:
-        sys.stdout.write(as_json(found))
+        print_json(found)
     else:
         _show(simulation, found)
     if args.out is not None:
@@ -113,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
 def _show(simulation: Simulation, found: Sequence[Row]) -> None:
     table = results_table(found, title=headline(simulation.results[0]), source="\n".join(notes(found)))
     more = more_table(found)
-    show(table, *([""] if more else []), *([more] if more else []), why(simulation.best.row(), len(found) == 1))
+    show(table, *(("", more) if more else ()), why(simulation.best.row(), len(found) == 1))
     if simulation.whole is not None:
         show(
             f"This is the slowest of {len(simulation.whole.results)} groups of pipelines. With the all-reduce between "
@@ -152,11 +151,10 @@ def setup(result: Result) -> str:
     """`gpt 13.1B on 48 GPUs: stages west 4 + central 4 + east 4, 4 pipelines, 24 microbatches`."""
     job, frame = result.case.job, result.case.layout
     stages = " + ".join(f"{name} {count}" for name, count in Counter(frame.rank_dc).items())
-    gpus = job.tp * job.pp * frame.num_pipelines * job.cells
     cells = f"{job.cells} cells of " if job.cells > 1 else ""
     tp = f" x tp {job.tp}" if job.tp > 1 else ""
     return (
-        f"{job.model.family} {_billions(model_params(job.model))} on {gpus:,} GPUs: "
+        f"{job.model.family} {_billions(model_params(job.model))} on {result.row()['num_gpus']:,} GPUs: "
         f"stages {stages}{tp}, {cells}{frame.num_pipelines} pipelines, {job.num_microbatches} microbatches"
     )
 
@@ -197,11 +195,10 @@ def page_notes(simulation: Simulation) -> list[str]:
 
 def _spread_note(row: Row) -> str:
     found = row["spread"]
-    varied = "the job's jitter" if found["tail_path"] is None else "weather from the links' models"
-    cause = "" if found["tail_path"] is None else f"; {Tail(found['tail_path'], found['tail_share']).words()}"
+    varied, cause = _varied(found)
     return (
         f"{called(row)}, {found['runs']} runs with {varied}: {seconds(found['p50_s'])} an iteration in the median "
-        f"and {seconds(found['p95_s'])} at the 95th percentile{cause}."
+        f"and {seconds(found['p95_s'])} at the 95th percentile{f'; {cause}' if cause else ''}."
     )
 
 
@@ -248,20 +245,22 @@ def more_table(found: Sequence[Row]) -> Table | None:
             columns[name] = [row["spread"][key] for row in found]
     if len(columns) == 1:
         return None
-    spread = found[0]["spread"]
-    table = plain_table(caption=_drawn(spread) if spread else "")
-    table.add_column("schedule", style="bold")
-    table.add_column("TCP")
-    for name in columns:
-        table.add_column(name, justify="right")
+    table = plain_table(Column("schedule", style="bold"), "TCP", *right(*columns), caption=_of_runs(found[0]["spread"]))
     for row, *times in zip(found, *columns.values(), strict=True):
         table.add_row(row["schedule"], row["tcp"], *(seconds(value) for value in times))
     return table
 
 
-def _drawn(spread: Row) -> str:
-    """What varied between the runs of a Monte-Carlo."""
+def _of_runs(spread: Row | None) -> str:
+    """The caption of percentiles; nothing without a Monte-Carlo."""
+    if spread is None:
+        return ""
+    varied, cause = _varied(spread)
+    return f"Percentiles are of {spread['runs']} runs with {varied}." + (f" First row: {cause}." if cause else "")
+
+
+def _varied(spread: Row) -> tuple[str, str]:
+    """What varied between the runs of a Monte-Carlo; with weather, also the cause of the slowest runs."""
     if spread["tail_path"] is None:
-        return f"Percentiles are of {spread['runs']} runs with the job's jitter."
-    cause = Tail(spread["tail_path"], spread["tail_share"]).words()
-    return f"Percentiles are of {spread['runs']} runs with weather from the links' models. First row: {cause}."
+        return "the job's jitter", ""
+    return "weather from the links' models", Tail(spread["tail_path"], spread["tail_share"]).words()

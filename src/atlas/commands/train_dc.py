@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 
-from atlas.commands.network_flags import PORT, address_of, network_flags, network_of, security_flags
+from atlas.commands.network_flags import network_flags, network_of, rendezvous_of, security_flags
 from atlas.commands.watching import (
     end_traces,
     live_page,
@@ -22,7 +22,7 @@ from atlas.commands.watching import (
     watched,
     write_evidence,
 )
-from atlas.console import number, require_folder, say, whole
+from atlas.console import number, remark, require_folder, whole
 from atlas.errors import AtlasError, SpecError
 from atlas.evidence.recorder import EvidenceRecorder
 from atlas.launch.hosts import scheduled_place
@@ -108,13 +108,12 @@ def run_dc(
         raise AtlasError(
             "--coordinator and --rendezvous: give --coordinator if `atlas coordinator` runs, otherwise --rendezvous"
         )
-    flag = "--rendezvous" if args.coordinator is None else "--coordinator"
     launchers_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if local_rank is not None else 1
     logs = run_folder(recipe.logging, job)
     require_folder(logs, "--runs")
     settings = AgentSettings(
         name,
-        address_of(flag, args.coordinator or args.rendezvous or f"127.0.0.1:{PORT}"),
+        rendezvous_of(args),
         apart=args.coordinator is not None,
         network=network_of(args, recipe.network, share=(local_rank or 0, launchers_here)),
         certificates=args.certs,
@@ -134,20 +133,17 @@ def run_dc(
     require_switch(args.switch, job, args.dc)
     choice = watched(args, recipe.logging, job, options)
 
-    def say_line(line: str) -> None:
-        say(f"atlas: {line}")
-
     with ExitStack() as stack:
-        callbacks = RunCallbacks(say_line)
+        callbacks = RunCallbacks(remark)
         stack.callback(end_traces, args)
         if is_coordinator(job, options, settings):
             stack.enter_context(live_page(args, recipe.logging, job, options))
             report = stack.enter_context(RunReport(choice, options.steps))
             record = RunRecord(logs, {"run": job.name, "steps": options.steps})
-            callbacks = RunCallbacks(noted(report, say_line), recorded(report, evidence, options), record=record)
+            callbacks = RunCallbacks(noted(report), recorded(report, evidence, options), record=record)
             stack.callback(write_evidence, evidence)
         elif elsewhere := reports_elsewhere(args):
-            say_line(elsewhere)
+            remark(elsewhere)
         return train_here(job, options, settings, callbacks)
 
 

@@ -15,7 +15,7 @@ import argparse
 import threading
 from pathlib import Path
 
-from atlas.console import say
+from atlas.console import remark
 from atlas.errors import AtlasError
 
 AT = "127.0.0.1:0"
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
 
     host, port = page_address(args.at, "--at")
     with ServedPage(args.run, host, port, token_of(args.token_file)) as page:
-        say(f"atlas: the page is at {page.url} (Ctrl-C ends it)")
+        remark(f"the page is at {page.url} (Ctrl-C ends it)")
         threading.Event().wait()
     return 0
 

@@ -8,10 +8,9 @@ its own pair and `ca.pem`; keep `ca.key` on a machine that runs no node.
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
-from atlas.console import as_json, whole
+from atlas.console import print_json, whole
 from atlas.wan.security.certs import CA_DAYS, DEFAULT_DAYS, expires, make_ca, make_node
 
 
@@ -39,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
         made.append({"node": node, "certificate": str(credentials.cert_file), "key": str(credentials.key_file),
                      "valid_until": until})  # fmt: skip
     if args.json:
-        sys.stdout.write(as_json(made))
+        print_json(made)
         return 0
     for one in made:
         print(f"{one['node']}: {one['certificate']}, {one['key']} (0600), valid until {one['valid_until']}")

@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
-from atlas.commands.network_flags import PORT, address_of, network_flags, network_of, security_flags
+from atlas.commands.network_flags import network_flags, network_of, rendezvous_of, security_flags
 from atlas.commands.train_dc import agent_name
-from atlas.console import as_json, job_flags, number, say
+from atlas.console import job_flags, number, print_json, remark
 from atlas.launch.check_report import matrix
 from atlas.launch.network_check import CheckSettings, check_network
 from atlas.launch.site_network import rendezvous_to_bind
@@ -48,8 +47,7 @@ def run(args: argparse.Namespace) -> int:
     job, _ = load_job_or_plan(args.plan, [*recipe.job_overrides, *args.set])
     name, _ = agent_name(args.dc, args.node, os.environ)
     network = network_of(args, recipe.network)
-    flag = "--rendezvous" if args.coordinator is None else "--coordinator"
-    rendezvous = address_of(flag, args.coordinator or args.rendezvous or f"127.0.0.1:{PORT}")
+    rendezvous = rendezvous_of(args)
     if args.certs is not None:
         require_current(args.certs, name.datacenter)
         require_own_name(args.certs, name.datacenter)
@@ -63,9 +61,9 @@ def run(args: argparse.Namespace) -> int:
         gather_s=args.gather,
         apart=args.coordinator is not None,
     )
-    report = check_network(job, settings, lambda line: say(f"atlas: {line}"))
+    report = check_network(job, settings, remark)
     if args.json:
-        sys.stdout.write(as_json(report))
+        print_json(report)
     else:
         _print(report)
     return 2 if report["faults"] else 0

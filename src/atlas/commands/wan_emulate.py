@@ -16,13 +16,12 @@ import contextlib
 import json
 import os
 import re
-import sys
 import time
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from atlas.console import number, require_folder, whole
+from atlas.console import number, remark, require_folder, whole
 from atlas.cost.weather import emulated_cross, emulated_rivals, link_weather
 from atlas.errors import AtlasError
 from atlas.spec.job import Cluster, Route
@@ -116,12 +115,12 @@ def run(args: argparse.Namespace) -> int:
         if isinstance(net, NamespaceNet) and args.record is not None:
             _write_packets(args.record, net)
         late = net.lateness
-        print(f"atlas: {late}", file=sys.stderr)
+        remark(late)
         try:
             if late.num_pieces:
                 late.certify()
         except EmulatorLateError as error:
-            print(f"atlas: measurements of this run are not valid: {error}", file=sys.stderr)
+            remark(f"measurements of this run are not valid: {error}")
             return LATE
     return 0
 

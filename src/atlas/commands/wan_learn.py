@@ -10,12 +10,11 @@ explains. It also prints what these packets cannot show. docs/weather.md explain
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 from atlas.commands.path_charts import path_charts
-from atlas.console import as_json, require_outputs, say, show
+from atlas.console import print_json, remark, require_outputs, say, show
 from atlas.errors import MissingExtraError
 from atlas.view.path_page import write_path_page
 from atlas.weather.fit import Learnt, learn
@@ -54,11 +53,10 @@ def run(args: argparse.Namespace) -> int:
         write_path_page(args.page, f"Path {name}", page_notes(learnt, table.span_s), charts)
         say(f"wrote {args.page}")
     if args.json:
-        sys.stdout.write(as_json(figures(name, learnt)))
+        print_json(figures(name, learnt))
     else:
         show(*described(name, learnt, table.span_s))
-    for warning in learnt.warnings:
-        say(f"atlas: {args.folder}/{name}: {warning}")
+    remark(*(f"{args.folder}/{name}: {warning}" for warning in learnt.warnings))
     say(f"wrote {args.out}")
     return 0
 

@@ -21,9 +21,9 @@ from typing import Any
 
 from atlas.commands.network_flags import address_of
 from atlas.commands.wan_emulate import cluster_of
-from atlas.console import number, require_folder, require_outputs, whole
+from atlas.console import number, print_json, remark, require_folder, require_outputs, whole
 from atlas.errors import AtlasError
-from atlas.ir.replace import replacing
+from atlas.ir.replace import write_whole
 from atlas.spec.job import Cluster
 from atlas.spec.trace import TraceRow
 from atlas.wan.probe.agent import ProbeAgent
@@ -89,13 +89,11 @@ def run(args: argparse.Namespace) -> int:
     rounds = _rounds(how, args)
     found = rounds[-1]
     if args.json:
-        json.dump([asdict(m) | {"cap": m.cap, "streams": m.streams} for m in found], sys.stdout, indent=2)
-        print()
+        print_json([asdict(m) | {"cap": m.cap, "streams": m.streams} for m in found])
     else:
         sys.stdout.write(links_yaml(found))
     if args.out is not None:
-        with replacing(args.out) as file:
-            file.write(links_yaml(found).encode())
+        write_whole(args.out, links_yaml(found).encode())
     if args.write is not None:
         write_links(args.write, found)
     if args.record is not None:
@@ -124,8 +122,7 @@ def check(cluster: Cluster, found: list[LinkMeasurement]) -> list[str]:
 
 def _warn(path: Path, found: list[LinkMeasurement]) -> int:
     warnings = check(cluster_of(path), found)
-    for warning in warnings:
-        print(f"atlas: {path}: {warning}", file=sys.stderr)
+    remark(*(f"{path}: {warning}" for warning in warnings))
     return 3 if warnings else 0
 
 

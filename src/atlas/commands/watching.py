@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from atlas.commands.ui import AT
-from atlas.console import make_folder, require_folder, say
+from atlas.console import make_folder, remark, require_folder, say
 from atlas.cost.compute import flops_per_token
 from atlas.errors import AtlasError
 from atlas.evidence.recorder import EvidenceRecorder
@@ -109,7 +109,7 @@ def live_page(
     folder = run_folder(logging, job)
     facts = PageFacts(job.name, options.schedule, options.tcp, options.steps, options.slower, options.device)
     page = PageProcess(folder, facts, job, host, port)
-    say(f"atlas: the page is at {page.url}; after the run: atlas ui {folder}")
+    remark(f"the page is at {page.url}; after the run: atlas ui {folder}")
     return page
 
 
@@ -182,7 +182,7 @@ def end_traces(args: argparse.Namespace) -> None:
     try:
         say(f"wrote {merge_traces(args.profile_out)}: open it at ui.perfetto.dev")
     except (AtlasError, OSError, ValueError) as error:
-        say(f"atlas: --profile: {error}")
+        remark(f"--profile: {error}")
 
 
 # ---- evidence --------------------------------------------------------------------------------------------------
@@ -234,11 +234,11 @@ def recorded(report: RunReport, evidence: EvidenceRecorder | None, options: Trai
     return step
 
 
-def noted(report: RunReport, say_line: Callable[[str], None]) -> Callable[[str], None]:
+def noted(report: RunReport) -> Callable[[str], None]:
     """Prints a line, and keeps it as an event of the run. The page highlights a loss."""
 
     def both(line: str) -> None:
-        say_line(line)
+        remark(line)
         report.note(line, kind="warning" if " lost" in line else "note")
 
     return both
@@ -251,8 +251,7 @@ def write_evidence(evidence: EvidenceRecorder | None) -> None:
     try:
         point = evidence.write()
     except AtlasError as error:
-        say(f"atlas: --evidence: {error}")
+        remark(f"--evidence: {error}")
         return
     say(f"wrote {evidence.folder}: {len(point.ranks)} traces, times are {point.source}")
-    for finding in point.findings:
-        say(f"atlas: {finding}")
+    remark(*point.findings)

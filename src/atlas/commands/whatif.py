@@ -14,18 +14,19 @@ from __future__ import annotations
 
 import argparse
 import html
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from rich.table import Column
 
 from atlas.api import WhatIf, whatif
 from atlas.commands.simulate import priced
 from atlas.console import (
     Meter,
-    as_json,
     job_flags,
     number,
+    print_json,
     require_apart,
     require_drawable,
     require_outputs,
@@ -39,7 +40,7 @@ from atlas.planner.change import Sweep, parse_sweep
 from atlas.planner.whatif import Marginal, Point, percentiles
 from atlas.spec.plan import load_job_or_plan
 from atlas.view.chart import write_chart
-from atlas.view.table import plain_table, seconds
+from atlas.view.table import folded, plain_table, right, seconds
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -92,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
             progress=meter,
         )
     if args.json:
-        sys.stdout.write(as_json(found.as_dict()))
+        print_json(found.as_dict())
     else:
         _show(found)
     for path, as_page in ((args.out, None), (args.page, True)):
@@ -138,11 +139,8 @@ def _show(found: WhatIf) -> None:
 
 
 def _sweep_table(one: Sweep, points: list[Point], base: float) -> Any:
-    table = plain_table()
-    table.add_column(one.key, style="bold", justify="right" if one.numeric else "left", overflow="fold")
-    for column in ("iteration", "tokens/s", "vs now"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("where", overflow="fold")
+    key = Column(one.key, style="bold", justify="right" if one.numeric else "left", overflow="fold")
+    table = plain_table(key, *right("iteration", "tokens/s", "vs now"), *folded("where"))
     for point in points:
         if point.tokens_per_s is None:
             table.add_row(str(point.value), "–", "–", "–", f"cannot run: {point.note}")
@@ -164,9 +162,7 @@ def _bottleneck(more: Sequence[Marginal]) -> str:
 
 
 def _marginal_table(more: Sequence[Marginal]) -> Any:
-    table = plain_table()
-    for column in ("resource", "from", "to", "saves", "per unit"):
-        table.add_column(column, justify="left" if column == "resource" else "right")
+    table = plain_table("resource", *right("from", "to", "saves", "per unit"))
     for one in more[:10]:
         unit = one.saves_s / abs(one.more - one.now) if one.more != one.now else 0.0
         table.add_row(one.resource, f"{one.now:g}", f"{one.more:g}", seconds(one.saves_s), seconds(unit))

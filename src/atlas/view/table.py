@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich import box
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from atlas.ir.difference import Difference
@@ -34,9 +34,11 @@ def percent(value: float | None) -> str:
     return "–" if value is None else f"{100 * value:.1f} %"
 
 
-def plain_table(title: str = "", caption: str = "", *, gap: int = 1) -> Table:
+# ---- a table and its columns -----------------------------------------------------------------------------------------
+def plain_table(*columns: Column | str, title: str = "", caption: str = "", gap: int = 1) -> Table:
     """An empty table without a frame; `gap` is the number of blanks between columns."""
     return Table(
+        *columns,
         title=Text(title) if title else None,
         caption=Text(caption) if caption else None,
         title_justify="left",
@@ -47,19 +49,32 @@ def plain_table(title: str = "", caption: str = "", *, gap: int = 1) -> Table:
     )
 
 
+def right(*names: str) -> list[Column]:
+    """Columns of numbers."""
+    return [Column(name, justify="right", no_wrap=True) for name in names]
+
+
+def whole_words(*names: str, style: str = "") -> list[Column]:
+    """Columns of names that are not broken into lines."""
+    return [Column(name, no_wrap=True, style=style) for name in names]
+
+
+def folded(*names: str, ratio: int | None = None) -> list[Column]:
+    """Columns of text that takes as many lines as it needs; with a `ratio`, a share of the table's width."""
+    return [Column(name, overflow="fold", ratio=ratio) for name in names]
+
+
+# ---- results and differences -----------------------------------------------------------------------------------------
 def results_table(rows: Sequence[Mapping[str, Any]], *, title: str = "", source: str = "simulated") -> Table:
     """One line per schedule, as `atlas simulate` prints it. Keys that a row lacks are shown as a dash.
 
     `busy` and the waits are shares of all accelerators' time and add up to 100 %; `ends` is fill and drain. A `!`
     marks what does not fit in memory. The table fits 80 columns.
     """
-    table = plain_table(title, source, gap=0)
-    table.add_column("schedule", style="bold")
-    table.add_column("TCP", no_wrap=True)
-    for name in ("iter-\nation", "speed-\nup", "lower\nbound", "gap", "in\nflight", "busy\n%"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for name in WAITS:
-        table.add_column(f"{name}\n%", justify="right", no_wrap=True)
+    figures = right("iter-\nation", "speed-\nup", "lower\nbound", "gap", "in\nflight", "busy\n%")
+    waits = right(*(f"{name}\n%" for name in WAITS))
+    names = [Column("schedule", style="bold"), *whole_words("TCP")]
+    table = plain_table(*names, *figures, *waits, title=title, caption=source, gap=0)
     fitting = [row for row in rows if row.get("iteration_s") and row.get("fits", True)]
     fastest = min((row["iteration_s"] for row in fitting), default=None)
     for row in rows:
@@ -90,8 +105,7 @@ def _shares(row: Mapping[str, Any]) -> list[str]:
 
 def side_by_side(a: Mapping[str, Any], b: Mapping[str, Any]) -> Table:
     """Two summaries: where the time of each goes, and what changed. Waits are seconds per worker."""
-    table = plain_table()
-    table.add_column("", style="bold")
+    table = plain_table(Column(style="bold"))
     for summary in (a, b):
         turns = " (turns)" if summary["sharing"] else ""
         table.add_column(Text(f"{summary['schedule']}{turns}, {summary['source']}"), justify="right")
@@ -117,11 +131,9 @@ def compare_table(difference: Difference) -> Table:
     """The second timeline against the first, kind by kind, with the worst op of each named. Fits 80 columns."""
     (name_a, name_b), (source_a, source_b) = difference.names, difference.sources
     title = f"{name_b} ({source_b}) against {name_a} ({source_a}), op by op"
-    table = plain_table(title, _verdict(difference), gap=0)
-    table.add_column("kind", style="bold", no_wrap=True)
-    for name in ("ops", "dura-\ntion", "off by\n(p95)", "\nworst", "starts\nlater by", "\nworst"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("worst op")
+    figures = right("ops", "dura-\ntion", "off by\n(p95)", "\nworst", "starts\nlater by", "\nworst")
+    names = whole_words("kind", style="bold")
+    table = plain_table(*names, *figures, "worst op", title=title, caption=_verdict(difference), gap=0)
     for kind in difference.kinds:
         table.add_row(
             kind.kind,
