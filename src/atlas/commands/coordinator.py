@@ -23,14 +23,15 @@ from atlas.spec.plan import load_job_or_plan
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("plan", type=Path, metavar="PLAN.yaml", help="a plan, or a job with --schedule")
-    parser.add_argument(
+    add = parser.add_argument
+    add("plan", type=Path, metavar="PLAN.yaml", help="a plan, or a job with --schedule")
+    add(
         "--listen",
         default=f"127.0.0.1:{PORT}",
         metavar="HOST:PORT",
         help=f"where the launchers connect to (default: 127.0.0.1:{PORT})",
     )
-    parser.add_argument(
+    add(
         "--state",
         type=Path,
         required=True,

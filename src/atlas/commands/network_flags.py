@@ -14,37 +14,33 @@ PORT = 7700
 
 
 def network_flags(group: argparse._ActionsContainer) -> None:
-    group.add_argument(
+    add = group.add_argument
+    add(
         "--rendezvous",
         metavar="HOST:PORT",
         help=f"an address of the plan's first datacenter, which all others connect to (default: 127.0.0.1:{PORT})",
     )
-    group.add_argument(
-        "--listen", metavar="ADDRESS", help="bind this address of this host; 0.0.0.0: all of them (default: 127.0.0.1)"
-    )
-    group.add_argument(
+    add("--listen", metavar="ADDRESS", help="bind this address of this host; 0.0.0.0: all of them (default: 127.0.0.1)")
+    add(
         "--advertise",
         metavar="HOST",
         help="address or name that other datacenters dial, or none if they cannot (default: that of --listen)",
     )
-    group.add_argument(
-        "--ports", metavar="LO-HI", help="ports of this host's workers and checkpoint server (default: any)"
-    )
-    group.add_argument(
+    add("--ports", metavar="LO-HI", help="ports of this host's workers and checkpoint server (default: any)")
+    add(
         "--reach",
         action="append",
         default=[],
         metavar="NAME=HOST",
         help="dial datacenter NAME (or its host, NAME/1) at HOST, or none if it cannot be dialled (repeatable)",
     )
-    group.add_argument(
-        "--node", metavar="I/N", help="number of this host / hosts in the datacenter, from 0 (default: 0/1)"
-    )
+    add("--node", metavar="I/N", help="number of this host / hosts in the datacenter, from 0 (default: 0/1)")
 
 
 def security_flags(group: argparse._ActionsContainer) -> None:
-    group.add_argument("--certs", type=Path, metavar="DIR", help="folder of certificates from `atlas wan certs`")
-    group.add_argument(
+    add = group.add_argument
+    add("--certs", type=Path, metavar="DIR", help="folder of certificates from `atlas wan certs`")
+    add(
         "--trusted",
         action="append",
         default=[],

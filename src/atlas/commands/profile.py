@@ -23,14 +23,13 @@ from atlas.spec.plan import load_job_or_plan
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("job", metavar="JOB.yaml", type=Path, help="job with the model, microbatch and precision")
-    parser.add_argument("--gpu", required=True, metavar="NAME", help="the name of this accelerator in the cluster file")
-    parser.add_argument("--out", required=True, metavar="FILE", type=Path, help="profile to write or extend")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="device (default: cuda)")
-    parser.add_argument(
-        "--repeats", type=whole(1, 100_000), default=10, metavar="N", help="timed runs; the median counts"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("job", metavar="JOB.yaml", type=Path, help="job with the model, microbatch and precision")
+    add("--gpu", required=True, metavar="NAME", help="the name of this accelerator in the cluster file")
+    add("--out", required=True, metavar="FILE", type=Path, help="profile to write or extend")
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="device (default: cuda)")
+    add("--repeats", type=whole(1, 100_000), default=10, metavar="N", help="timed runs; the median counts")
+    add(
         "--compile",
         action=argparse.BooleanOptionalAction,
         help="compile layers, as `atlas train` does (default: on GPUs)",

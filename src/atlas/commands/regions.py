@@ -24,8 +24,9 @@ SHOWN = ("gpu", "instance", "usd_per_gpu_hour", "usd_per_gpu_hour_spot", "source
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("region", nargs="*", metavar="REGION", help="CLOUD:REGION, or a cloud: aws, gcp, azure")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    add = parser.add_argument
+    add("region", nargs="*", metavar="REGION", help="CLOUD:REGION, or a cloud: aws, gcp, azure")
+    add("--json", action="store_true", help="print JSON instead of tables")
 
 
 def run(args: argparse.Namespace) -> int:

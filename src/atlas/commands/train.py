@@ -45,20 +45,15 @@ from atlas.view import write_page
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("plan", type=Path, metavar="PLAN.yaml", help="a plan, or a job with --schedule")
-    parser.add_argument("--emulate", action="store_true", help="run it on this machine")
+    add = parser.add_argument
+    add("plan", type=Path, metavar="PLAN.yaml", help="a plan, or a job with --schedule")
+    add("--emulate", action="store_true", help="run it on this machine")
     how_flags(parser)
-    parser.add_argument("--device", metavar="NAME", help="paced, cpu, cuda or cuda:N (default: paced; with --dc: cuda)")
-    parser.add_argument(
-        "--checkpoints", metavar="DIR", help="save there, and resume from there: a folder, or s3://BUCKET/PREFIX"
-    )
-    parser.add_argument(
-        "--slower", type=whole(1, 1000), default=1, metavar="X", help="multiply every duration by X, for a slow host"
-    )
-    parser.add_argument(
-        "--page", type=Path, metavar="FILE", help="write the predicted and the measured timeline as a page"
-    )
-    parser.add_argument(
+    add("--device", metavar="NAME", help="paced, cpu, cuda or cuda:N (default: paced; with --dc: cuda)")
+    add("--checkpoints", metavar="DIR", help="save there, and resume from there: a folder, or s3://BUCKET/PREFIX")
+    add("--slower", type=whole(1, 1000), default=1, metavar="X", help="multiply every duration by X, for a slow host")
+    add("--page", type=Path, metavar="FILE", help="write the predicted and the measured timeline as a page")
+    add(
         "--weather-seed",
         type=whole(0, 2**32 - 1),
         metavar="N",
@@ -73,59 +68,45 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def how_flags(parser: argparse.ArgumentParser) -> None:
     """How the plan is trained: the same for all launchers."""
-    parser.add_argument("--schedule", metavar="NAME", help="for a job: how to run it (default: 1f1b)")
-    parser.add_argument("--tcp", choices=("one", "many"), help="connections between two nodes (default: many)")
-    parser.add_argument(
-        "--recipe", type=Path, metavar="FILE", help="how to train (docs/recipes.md); the flags below replace its keys"
-    )
-    parser.add_argument(
-        "--steps", type=whole(1, 10**9), metavar="N", help="steps of the whole run, resumed ones included (default 3)"
-    )
-    parser.add_argument(
-        "--model", metavar="DIR", help="a Hugging Face folder, or job (default: a stand-in; with --dc: job)"
-    )
-    parser.add_argument("--data", metavar="DIR", help="shards of tokens, or shipped (default: synthetic)")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--schedule", metavar="NAME", help="for a job: how to run it (default: 1f1b)")
+    add("--tcp", choices=("one", "many"), help="connections between two nodes (default: many)")
+    add("--recipe", type=Path, metavar="FILE", help="how to train (docs/recipes.md); the flags below replace its keys")
+    add("--steps", type=whole(1, 10**9), metavar="N", help="steps of the whole run, resumed ones included (default 3)")
+    add("--model", metavar="DIR", help="a Hugging Face folder, or job (default: a stand-in; with --dc: job)")
+    add("--data", metavar="DIR", help="shards of tokens, or shipped (default: synthetic)")
+    add(
         "--learning-rate",
         type=number(0, 1e6),
         metavar="X",
         help="peak learning rate (default: 0.001, AdamW; for the stand-in 0.1, SGD)",
     )
-    parser.add_argument("--warmup", type=whole(0, 10**9), metavar="N", help="steps of a linear warm-up (default 0)")
-    parser.add_argument(
-        "--decay", choices=("constant", "linear", "cosine"), help="shape of the learning rate after the warm-up"
-    )
-    parser.add_argument(
+    add("--warmup", type=whole(0, 10**9), metavar="N", help="steps of a linear warm-up (default 0)")
+    add("--decay", choices=("constant", "linear", "cosine"), help="shape of the learning rate after the warm-up")
+    add(
         "--clip",
         type=number(1e-12, 1e12),
         metavar="NORM",
         help="clip gradients to this global norm (default: no clipping)",
     )
-    parser.add_argument(
+    add(
         "--compile",
         action=argparse.BooleanOptionalAction,
         help="compile layers with torch's compiler (default: on GPUs)",
     )
-    parser.add_argument(
-        "--seed", type=whole(0, 2**32 - 1), metavar="N", help="seed of weights, dropout and data order (default 0)"
-    )
-    parser.add_argument(
-        "--save-every", type=whole(0, 10**9), metavar="N", help="steps between saves (default: at the end)"
-    )
+    add("--seed", type=whole(0, 2**32 - 1), metavar="N", help="seed of weights, dropout and data order (default 0)")
+    add("--save-every", type=whole(0, 10**9), metavar="N", help="steps between saves (default: at the end)")
 
 
 def filler_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--filler",
         metavar="NAME",
         help="what runs while workers wait: bubbletea, with `bubbletea serve` (default: nothing)",
     )
-    parser.add_argument(
-        "--filler-folder", type=Path, metavar="DIR", help="folder in which the filler's service writes its address"
-    )
-    parser.add_argument(
-        "--filler-mib", type=whole(1, 10**7), metavar="N", help="memory of each worker for the filler (default 256)"
-    )
+    add("--filler-folder", type=Path, metavar="DIR", help="folder in which the filler's service writes its address")
+    add("--filler-mib", type=whole(1, 10**7), metavar="N", help="memory of each worker for the filler (default 256)")
 
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)

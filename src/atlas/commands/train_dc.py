@@ -35,15 +35,16 @@ from atlas.spec.recipe import Recipe
 
 def dc_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("over several datacenters (docs/operating.md): run it in each of them")
-    group.add_argument("--dc", metavar="NAME", help="name of this datacenter")
-    group.add_argument(
+    add = group.add_argument
+    add("--dc", metavar="NAME", help="name of this datacenter")
+    add(
         "--coordinator",
         metavar="HOST:PORT",
         help="the address of `atlas coordinator`; without it, the first launcher of the plan coordinates",
     )
     network_flags(group)
-    group.add_argument("--spare", action="store_true", help="wait, and replace a host of this datacenter that is lost")
-    group.add_argument(
+    add("--spare", action="store_true", help="wait, and replace a host of this datacenter that is lost")
+    add(
         "--switch",
         metavar="URL",
         help="RESTCONF root of this datacenter's optical switch, such as http://HOST/restconf (default: emulated)",
@@ -53,34 +54,27 @@ def dc_flags(parser: argparse.ArgumentParser) -> None:
 
 def group_flags(group: argparse._ActionsContainer) -> None:
     """What `atlas coordinator` has too."""
+    add = group.add_argument
     security_flags(group)
-    group.add_argument("--auto-replan", action="store_true", help="continue without a lost datacenter, without asking")
-    group.add_argument(
+    add("--auto-replan", action="store_true", help="continue without a lost datacenter, without asking")
+    add(
         "--without",
         action="append",
         default=[],
         metavar="NAME",
         help="run without this datacenter, which is lost (repeatable)",
     )
-    group.add_argument(
-        "--grace",
-        type=number(0.1, 1e6),
-        metavar="S",
-        help="treat a launcher as lost after S seconds out of reach (30)",
+    add(
+        "--grace", type=number(0.1, 1e6), metavar="S", help="treat a launcher as lost after S seconds out of reach (30)"
     )
-    group.add_argument(
+    add(
         "--gather",
         type=number(0.1, 1e6),
         metavar="S",
         help="wait S seconds for all launchers at the start; give hours if a scheduler queues jobs (600)",
     )
-    group.add_argument(
-        "--patience",
-        type=number(0.1, 1e6),
-        metavar="S",
-        help="report a stalled worker after S seconds (60)",
-    )
-    group.add_argument(
+    add("--patience", type=number(0.1, 1e6), metavar="S", help="report a stalled worker after S seconds (60)")
+    add(
         "--max-restarts",
         type=whole(0, 1000),
         default=5,

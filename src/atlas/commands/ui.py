@@ -22,13 +22,10 @@ AT = "127.0.0.1:0"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "run", metavar="RUN|URL", help="a run's folder, a timeline, a job or plan file, or a page's address"
-    )
-    parser.add_argument(
-        "--at", default=AT, metavar="[HOST:]PORT", help="where to serve it (default: any port of 127.0.0.1)"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("run", metavar="RUN|URL", help="a run's folder, a timeline, a job or plan file, or a page's address")
+    add("--at", default=AT, metavar="[HOST:]PORT", help="where to serve it (default: any port of 127.0.0.1)")
+    add(
         "--token-file",
         type=Path,
         metavar="FILE",

@@ -15,18 +15,15 @@ from atlas.wan.security.certs import CA_DAYS, DEFAULT_DAYS, expires, make_ca, ma
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("nodes", nargs="+", metavar="DATACENTER[/WORKER]",
+    add = parser.add_argument
+    add("nodes", nargs="+", metavar="DATACENTER[/WORKER]",
                         help="a node, or all nodes of a datacenter")  # fmt: skip
-    parser.add_argument("--out", type=Path, default=Path("certs"), help="folder (default: certs)")
-    parser.add_argument(
-        "--days", type=whole(1, 36_500), default=DEFAULT_DAYS, help=f"validity (default: {DEFAULT_DAYS} days)"
-    )
-    parser.add_argument(
-        "--ca-days", type=whole(1, 36_500), default=CA_DAYS, help=f"validity of a new CA (default: {CA_DAYS} days)"
-    )
-    parser.add_argument("--also", action="append", default=[], metavar="DATACENTER/WORKER",
+    add("--out", type=Path, default=Path("certs"), help="folder (default: certs)")
+    add("--days", type=whole(1, 36_500), default=DEFAULT_DAYS, help=f"validity (default: {DEFAULT_DAYS} days)")
+    add("--ca-days", type=whole(1, 36_500), default=CA_DAYS, help=f"validity of a new CA (default: {CA_DAYS} days)")
+    add("--also", action="append", default=[], metavar="DATACENTER/WORKER",
                         help="another name that each of these nodes may use (repeatable)")  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print the files as JSON")
+    add("--json", action="store_true", help="print the files as JSON")
 
 
 def run(args: argparse.Namespace) -> int:

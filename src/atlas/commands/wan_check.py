@@ -29,16 +29,15 @@ from atlas.wan.security.certs import require_current, require_own_name
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("plan", type=Path, metavar="PLAN.yaml", help="a plan, or a job")
-    parser.add_argument("--dc", required=True, metavar="NAME", help="name of this datacenter")
-    parser.add_argument("--recipe", type=Path, metavar="FILE", help="recipe whose `network:` is used (docs/recipes.md)")
-    parser.add_argument("--coordinator", metavar="HOST:PORT", help="the address that `atlas coordinator` will have")
+    add = parser.add_argument
+    add("plan", type=Path, metavar="PLAN.yaml", help="a plan, or a job")
+    add("--dc", required=True, metavar="NAME", help="name of this datacenter")
+    add("--recipe", type=Path, metavar="FILE", help="recipe whose `network:` is used (docs/recipes.md)")
+    add("--coordinator", metavar="HOST:PORT", help="the address that `atlas coordinator` will have")
     network_flags(parser)
     security_flags(parser)
-    parser.add_argument(
-        "--gather", type=number(0.1, 1e7), default=60.0, metavar="S", help="wait S seconds for the others (60)"
-    )
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    add("--gather", type=number(0.1, 1e7), default=60.0, metavar="S", help="wait S seconds for the others (60)")
+    add("--json", action="store_true", help="print the report as JSON")
     job_flags(parser)
 
 

@@ -40,48 +40,41 @@ MAX_PACKETS = 4_000_000
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("cluster", type=Path, metavar="CLUSTER.yaml", help="a cluster file, or a job")
-    parser.add_argument(
+    add = parser.add_argument
+    add("cluster", type=Path, metavar="CLUSTER.yaml", help="a cluster file, or a job")
+    add(
         "--grade",
         choices=("proxy", "namespace"),
         default="proxy",
         help="proxy on loopback, or real TCP (default proxy)",
     )
-    parser.add_argument(
-        "--nodes-per-dc", type=whole(1, 10**6), metavar="N", help="emulate at most N nodes of each datacenter"
-    )
-    parser.add_argument(
-        "--scale", type=float, default=1.0, metavar="X", help="multiply rates and windows by X, for small hosts"
-    )
-    parser.add_argument(
-        "--jitter-ms", type=float, default=0.0, metavar="MS", help="extra one-way delay, random from 0 to MS"
-    )
-    parser.add_argument(
+    add("--nodes-per-dc", type=whole(1, 10**6), metavar="N", help="emulate at most N nodes of each datacenter")
+    add("--scale", type=float, default=1.0, metavar="X", help="multiply rates and windows by X, for small hosts")
+    add("--jitter-ms", type=float, default=0.0, metavar="MS", help="extra one-way delay, random from 0 to MS")
+    add(
         "--forward",
         action="append",
         default=[],
         metavar="SRC:DST=HOST:PORT",
         help="proxy: reach a service through a path",
     )
-    parser.add_argument(
-        "--at", action="append", default=[], metavar="NODE=COMMAND", help="namespace: run a command on a node"
-    )
-    parser.add_argument("--no-gso", action="store_true", help="namespace: packets of 1500 bytes, to study loss")
-    parser.add_argument("--kernel", action="store_true", help="namespace: shape with the kernel's netem, if available")
-    parser.add_argument(
+    add("--at", action="append", default=[], metavar="NODE=COMMAND", help="namespace: run a command on a node")
+    add("--no-gso", action="store_true", help="namespace: packets of 1500 bytes, to study loss")
+    add("--kernel", action="store_true", help="namespace: shape with the kernel's netem, if available")
+    add(
         "--weather-seed",
         type=whole(0, 2**32 - 1),
         default=0,
         metavar="N",
         help="seed of the cross traffic of links that have a `model` (default 0)",
     )
-    parser.add_argument(
+    add(
         "--record",
         type=Path,
         metavar="DIR",
         help="namespace: write the round trip or loss of every packet, for `atlas wan learn`",
     )
-    parser.add_argument("--for", dest="seconds", type=number(0, 1e9), metavar="S", help="end after S seconds")
+    add("--for", dest="seconds", type=number(0, 1e9), metavar="S", help="end after S seconds")
 
 
 def run(args: argparse.Namespace) -> int:

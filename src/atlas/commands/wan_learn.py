@@ -23,20 +23,19 @@ from atlas.weather.path_model import PathModel, save_model
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", type=Path, metavar="DIR", help="a folder with NAME.packets.csv")
-    parser.add_argument(
-        "--out", type=Path, required=True, metavar="FILE", help="write the model, such as east-west.path"
-    )
-    parser.add_argument("--path", metavar="NAME", help="which path, if the folder has several")
-    parser.add_argument(
+    add = parser.add_argument
+    add("folder", type=Path, metavar="DIR", help="a folder with NAME.packets.csv")
+    add("--out", type=Path, required=True, metavar="FILE", help="write the model, such as east-west.path")
+    add("--path", metavar="NAME", help="which path, if the folder has several")
+    add(
         "--method",
         choices=("auto", "constant", "peak", "pairs", "gru"),
         default="auto",
         help="how the path is fitted; constant: no weather; gru: a small neural network, needs torch (default auto: "
         "peak or pairs, and whether cross traffic reacts)",
     )
-    parser.add_argument("--page", type=Path, metavar="FILE", help="write a page: delay and rate, cross traffic")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    add("--page", type=Path, metavar="FILE", help="write a page: delay and rate, cross traffic")
+    add("--json", action="store_true", help="print the figures as JSON")
 
 
 def run(args: argparse.Namespace) -> int:

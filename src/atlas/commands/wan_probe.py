@@ -35,36 +35,26 @@ from atlas.weather.packets import LOST, PacketLog
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--listen", metavar="HOST:PORT", help="run an agent at this address, until interrupted")
-    parser.add_argument("--token-file", type=Path, metavar="FILE", help="the shared secret (or $ATLAS_PROBE_TOKEN)")
-    parser.add_argument(
-        "--node", action="append", default=[], metavar="NAME=HOST:PORT", help="an agent; repeat for each"
-    )
-    parser.add_argument("--write", type=Path, metavar="CLUSTER.yaml", help="replace the links section of this file")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the links section to a new file")
-    parser.add_argument("--check", type=Path, metavar="FILE", help="warn where this job or cluster file differs")
-    parser.add_argument("--json", action="store_true", help="print all measurements as JSON")
-    parser.add_argument(
-        "--max-streams", type=whole(1, 1024), default=32, metavar="K", help="most connections at once (default 32)"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--listen", metavar="HOST:PORT", help="run an agent at this address, until interrupted")
+    add("--token-file", type=Path, metavar="FILE", help="the shared secret (or $ATLAS_PROBE_TOKEN)")
+    add("--node", action="append", default=[], metavar="NAME=HOST:PORT", help="an agent; repeat for each")
+    add("--write", type=Path, metavar="CLUSTER.yaml", help="replace the links section of this file")
+    add("--out", type=Path, metavar="FILE", help="write the links section to a new file")
+    add("--check", type=Path, metavar="FILE", help="warn where this job or cluster file differs")
+    add("--json", action="store_true", help="print all measurements as JSON")
+    add("--max-streams", type=whole(1, 1024), default=32, metavar="K", help="most connections at once (default 32)")
+    add(
         "--max-mb",
         type=number(0.001, 1e6),
         default=1000.0,
         metavar="MB",
         help="most megabytes per transfer (default 1000)",
     )
-    parser.add_argument("--repeat", type=whole(1, 10**6), default=1, metavar="N", help="probe N times, for --record")
-    parser.add_argument(
-        "--every", type=number(0, 1e6), default=60.0, metavar="S", help="seconds from one probe to the next"
-    )
-    parser.add_argument(
-        "--record",
-        type=Path,
-        metavar="DIR",
-        help="write series, trace and packets of each link to DIR",
-    )
-    parser.add_argument(
+    add("--repeat", type=whole(1, 10**6), default=1, metavar="N", help="probe N times, for --record")
+    add("--every", type=number(0, 1e6), default=60.0, metavar="S", help="seconds from one probe to the next")
+    add("--record", type=Path, metavar="DIR", help="write series, trace and packets of each link to DIR")
+    add(
         "--record-seconds",
         type=number(0, 30),
         default=10.0,

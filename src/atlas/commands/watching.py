@@ -30,33 +30,24 @@ from atlas.ui.server import page_address
 
 
 def watch_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--no-bar", action="store_true", help="no progress bar")
-    parser.add_argument(
-        "--runs", type=Path, metavar="DIR", help="logs of workers and run.json (default with --dc: runs/NAME)"
-    )
-    parser.add_argument("--log", type=Path, metavar="FILE", help="append a JSON line for every step")
-    parser.add_argument(
-        "--timeline", type=Path, metavar="FILE", help="append the timeline of every step, for `atlas view`"
-    )
-    parser.add_argument("--metrics-port", type=int, metavar="PORT", help="serve /metrics for Prometheus (0: any port)")
-    parser.add_argument(
-        "--metrics-host", default="127.0.0.1", metavar="ADDRESS", help="address of /metrics (default: 127.0.0.1 only)"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--no-bar", action="store_true", help="no progress bar")
+    add("--runs", type=Path, metavar="DIR", help="logs of workers and run.json (default with --dc: runs/NAME)")
+    add("--log", type=Path, metavar="FILE", help="append a JSON line for every step")
+    add("--timeline", type=Path, metavar="FILE", help="append the timeline of every step, for `atlas view`")
+    add("--metrics-port", type=int, metavar="PORT", help="serve /metrics for Prometheus (0: any port)")
+    add("--metrics-host", default="127.0.0.1", metavar="ADDRESS", help="address of /metrics (default: 127.0.0.1 only)")
+    add(
         "--track",
         action="append",
         metavar="NAME",
         help="experiment tracker: tensorboard, wandb, mlflow or none (default: tensorboard, where it is installed)",
     )
-    parser.add_argument(
-        "--ui", action="store_true", help="serve the live page of the run (docs/page.md); its records go to --runs"
-    )
-    parser.add_argument(
+    add("--ui", action="store_true", help="serve the live page of the run (docs/page.md); its records go to --runs")
+    add(
         "--ui-at", metavar="[HOST:]PORT", help="where --ui serves (default: any port of 127.0.0.1; others need a token)"
     )
-    parser.add_argument(
-        "--evidence", type=Path, metavar="DIR", help="write the last steps as card, traces and launch files"
-    )
+    add("--evidence", type=Path, metavar="DIR", help="write the last steps as card, traces and launch files")
 
 
 def watched(args: argparse.Namespace, logging: LoggingRecipe, job: Job, options: TrainOptions) -> ReportChoice:
@@ -136,17 +127,16 @@ def _gpu_facts(job: Job, options: TrainOptions) -> GpuFacts | None:
 
 # ---- traces ----------------------------------------------------------------------------------------------------------
 def trace_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--profile", metavar="A:B", help="record steps A to B of every worker with torch.profiler, for Perfetto"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--profile", metavar="A:B", help="record steps A to B of every worker with torch.profiler, for Perfetto")
+    add(
         "--profile-out",
         type=Path,
         default=Path("profile"),
         metavar="DIR",
         help="folder of --profile (default: profile)",
     )
-    parser.add_argument(
+    add(
         "--record-wan",
         type=Path,
         metavar="DIR",

@@ -16,12 +16,11 @@ DEFAULT_URL = "http://127.0.0.1:8765"
 
 
 def connection_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--token-file", type=Path, metavar="FILE", help=f"a file with the token (default: ${TOKEN_VARIABLE})"
-    )
-    parser.add_argument("--ca", type=Path, metavar="PEM", help="authority of the peer's certificate")
-    parser.add_argument("--cert", type=Path, metavar="PEM", help="our certificate")
-    parser.add_argument("--key", type=Path, metavar="PEM", help="private key of our certificate")
+    add = parser.add_argument
+    add("--token-file", type=Path, metavar="FILE", help=f"a file with the token (default: ${TOKEN_VARIABLE})")
+    add("--ca", type=Path, metavar="PEM", help="authority of the peer's certificate")
+    add("--cert", type=Path, metavar="PEM", help="our certificate")
+    add("--key", type=Path, metavar="PEM", help="private key of our certificate")
 
 
 def token_of(args: argparse.Namespace) -> str:

@@ -27,26 +27,19 @@ PORT = 8765
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--host", default="127.0.0.1", help="where to listen (default 127.0.0.1)")
-    parser.add_argument(
-        "--port", type=number(0, 65535, "a port"), default=PORT, metavar="N", help=f"port (default {PORT}; 0: any)"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--host", default="127.0.0.1", help="where to listen (default 127.0.0.1)")
+    add("--port", type=number(0, 65535, "a port"), default=PORT, metavar="N", help=f"port (default {PORT}; 0: any)")
+    add(
         "--log",
         type=Path,
         default=Path("tvcache.log"),
         metavar="FILE",
         help="file of the values (default ./tvcache.log)",
     )
-    parser.add_argument("--fsync", action="store_true", help="values also survive a power failure (slower stores)")
-    parser.add_argument(
-        "--lease",
-        type=number(1, 3600),
-        default=10.0,
-        metavar="S",
-        help="lifetime of a lease, seconds (default 10)",
-    )
-    parser.add_argument("--peer", action="append", default=[], metavar="URL", help="another site; may be repeated")
+    add("--fsync", action="store_true", help="values also survive a power failure (slower stores)")
+    add("--lease", type=number(1, 3600), default=10.0, metavar="S", help="lifetime of a lease, seconds (default 10)")
+    add("--peer", action="append", default=[], metavar="URL", help="another site; may be repeated")
     connection_flags(parser)
 
 

@@ -20,17 +20,16 @@ from tvcache.show import duration, page, summary
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "source",
         nargs="?",
         default=DEFAULT_URL,
         metavar="SOURCE",
         help=f"address of a server, or a log file (default {DEFAULT_URL})",
     )
-    parser.add_argument(
-        "--out", type=Path, default=Path("tvcache.html"), metavar="FILE", help="page to write (default tvcache.html)"
-    )
-    parser.add_argument("--json", action="store_true", help="print the summary as JSON instead")
+    add("--out", type=Path, default=Path("tvcache.html"), metavar="FILE", help="page to write (default tvcache.html)")
+    add("--json", action="store_true", help="print the summary as JSON instead")
     connection_flags(parser)
 
 
