@@ -99,14 +99,14 @@ class Audit:
 
     def compare(self, ask: Ask, tool: Tool, body: bytes, environment: Environment) -> None:
         """Execute the call in an environment in the same state, and compare."""
-        marked = tool.effect == "reads" and isinstance(environment, Fingerprinted)
-        before = environment.fingerprint() if marked and isinstance(environment, Fingerprinted) else ""
+        marked = environment if tool.effect == "reads" and isinstance(environment, Fingerprinted) else None
+        before = marked.fingerprint() if marked is not None else ""
         try:
             found = encode(environment.execute(ask.call.name, copy.deepcopy(ask.call.arguments)))
         except Exception as error:
             found = encode_error(error) if isinstance(error, tool.errors) else None
         self._counters.add(audits=1)
-        if marked and isinstance(environment, Fingerprinted) and environment.fingerprint() != before:
+        if marked is not None and marked.fingerprint() != before:
             self._report(ask, tool, "mutates", "it changed the environment although it is declared `reads`")
         elif found != body:
             self._report(ask, tool, "volatile", "executed again, it gave another output")

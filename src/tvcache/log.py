@@ -24,10 +24,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tvcache import messages
 from tvcache.errors import ArgumentsError, LogError
-from tvcache.keys import Task, ToolCall
 from tvcache.stores import Ask
-from tvcache.values import Value, require_body
+from tvcache.values import Value
 
 LOG = logging.getLogger("tvcache")
 FORMAT = 1
@@ -95,12 +95,8 @@ class LogStore:
         record = {
             "id": f"{self.log_id}:{self.end}",
             "key": ask.key.hex(),
-            "state": ask.state.hex(),
-            "task": [ask.task.name, ask.task.image],
-            "call": ask.call.as_json(),
-            "mutates": ask.mutates,
-            "seconds": value.seconds,
-            "body": value.body.decode(),
+            **messages.asked(ask),
+            **messages.valued(value),
             "at": round(time.time(), 3),
         }
         self._index(record, *self._append(record))
@@ -310,14 +306,8 @@ def lines(file: int, size: int) -> Iterator[tuple[int, bytes]]:
 
 def checked(record: dict[str, Any]) -> tuple[Ask, Value]:
     """Check a value's record from another site; ArgumentsError if its key does not match its content."""
-    try:
-        name, image = record["task"]
-        call, state = ToolCall.from_json(record["call"]), bytes.fromhex(record["state"])
-        ask = Ask.of(Task(str(name), str(image)), state, call, bool(record["mutates"]))
-        value = Value(require_body(record["body"]), float(record["seconds"]))
-        same = ask.key.hex() == record["key"] and isinstance(record["id"], str)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ArgumentsError(f"not a record of a value: {error!r}") from None
-    if not same:
+    ask, value = messages.ask_of(record), messages.value_of(record)
+    messages.field(record, "id", str)
+    if ask.key.hex() != record.get("key"):
         raise ArgumentsError("the key of a record is not the key of its call")
     return ask, value

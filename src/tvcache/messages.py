@@ -1,4 +1,4 @@
-"""The JSON messages of client and server. Both sides encode and decode them here."""
+"""A call and its value as JSON: in the messages of client and server, and in the log."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ MAX_WAIT_S = 20.0
 
 def asked(ask: Ask) -> dict[str, Any]:
     return {
-        "task": [ask.task.name, ask.task.image],
         "state": ask.state.hex(),
+        "task": [ask.task.name, ask.task.image],
         "call": ask.call.as_json(),
         "mutates": ask.mutates,
     }
@@ -38,7 +38,7 @@ def ask_of(found: Any) -> Ask:
 
 
 def valued(value: Value) -> dict[str, Any]:
-    return {"body": value.body.decode(), "seconds": value.seconds}
+    return {"seconds": value.seconds, "body": value.body.decode()}
 
 
 def value_of(found: Any) -> Value:

@@ -113,8 +113,7 @@ def _text(call: Mapping[str, Any]) -> str:
         inside = ", ".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in arguments.items())
     else:
         inside = json.dumps(arguments, ensure_ascii=False)
-    text = f"{_tool(call)}({inside})"
-    return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"
+    return _short(f"{_tool(call)}({inside})")
 
 
 def page(found: Mapping[str, Any]) -> str:

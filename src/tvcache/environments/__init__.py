@@ -4,7 +4,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, Protocol, runtime_checkable
+
+from tvcache.errors import TvcacheError
 
 
 class Environment(Protocol):
@@ -29,6 +32,11 @@ class Fingerprinted(Protocol):
     def fingerprint(self) -> str:
         """Differs when the state differs. With it, the audit finds tools that change the state but are declared
         `reads`, at the first such call that it executes again."""
+
+
+def require_tool(name: str, tools: Collection[str]) -> None:
+    if name not in tools:
+        raise TvcacheError(f"no tool {name!r}: this environment has {', '.join(sorted(tools))}")
 
 
 def size_bytes(environment: Environment) -> int:

@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
+from tvcache.environments import require_tool
 from tvcache.errors import TvcacheError
 
 TIMEOUT_S = 120.0
@@ -48,8 +49,7 @@ class ContainerEnvironment:
             raise
 
     def execute(self, name: str, arguments: Any) -> Any:
-        if name != "shell":
-            raise TvcacheError(f"no tool {name!r} in this environment: there is shell")
+        require_tool(name, ["shell"])
         limit_s = float(arguments.get("timeout_s", 600.0))
         # The time limit applies inside: a command abandoned from outside would continue to change the state.
         inner = ["timeout", "--signal=KILL", f"{limit_s:g}", "sh", "-c", arguments["command"]]

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from tvcache.environments import require_tool
 from tvcache.errors import TvcacheError
 
 ALIAS = "/workspace"
@@ -41,8 +42,7 @@ class DirectoryEnvironment:
         return DirectoryEnvironment(_copied(self.path, self.path.parent), self.tools)
 
     def execute(self, name: str, arguments: Any) -> Any:
-        if name not in self.tools:
-            raise TvcacheError(f"no tool {name!r} in this environment: there are {', '.join(sorted(self.tools))}")
+        require_tool(name, self.tools)
         return _renamed(self.tools[name](self.path, **arguments), str(self.path))
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ import pickle
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tvcache.errors import TvcacheError
+from tvcache.environments import require_tool
 
 
 class MemoryEnvironment:
@@ -21,8 +21,7 @@ class MemoryEnvironment:
         return MemoryEnvironment(copy.deepcopy(self.state), self.tools)
 
     def execute(self, name: str, arguments: Any) -> Any:
-        if name not in self.tools:
-            raise TvcacheError(f"no tool {name!r} in this environment: there are {', '.join(sorted(self.tools))}")
+        require_tool(name, self.tools)
         return self.tools[name](self.state, **arguments)
 
     def close(self) -> None:

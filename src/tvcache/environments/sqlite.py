@@ -14,6 +14,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from tvcache.environments import require_tool
 from tvcache.errors import TvcacheError
 
 
@@ -43,8 +44,7 @@ class SqliteEnvironment:
 
     def execute(self, name: str, arguments: Any) -> Any:
         """Rows as lists; a blob as `{"blob": base64}`."""
-        if name != "sql":
-            raise TvcacheError(f"no tool {name!r} in this environment: there is sql")
+        require_tool(name, ["sql"])
         with self._lock:
             found = self._database.execute(arguments["statement"], arguments.get("parameters", []))
             return [[_plain(cell) for cell in row] for row in found.fetchall()]
