@@ -27,6 +27,7 @@ from atlas.evidence.write_trace import PRECISION, Sizes, write_traces
 from atlas.ir.replace import write_whole
 from atlas.ir.timeline import Timeline
 from atlas.spec.job import Job
+from atlas.spec.plan import job_text
 
 CARD = "workload_card.yaml"
 LAUNCH = "launch"
@@ -254,13 +255,6 @@ def _write_launch(folder: Path, job: Job, facts: RunFacts) -> None:
     write_whole(folder / "environment.txt", environment_text().encode())
     for name, content in facts.files.items():
         write_whole(folder / name, content)
-
-
-def job_text(job: Job) -> str:
-    """The job as YAML."""
-    data = job.model_dump(mode="json", exclude_none=True, exclude_unset=True)
-    data["model"].pop("config", None)
-    return yaml.safe_dump(data, sort_keys=False, width=110)
 
 
 def environment_text() -> str:

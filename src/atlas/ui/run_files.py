@@ -16,12 +16,11 @@ from typing import Any, Literal
 
 from atlas.errors import AtlasError
 from atlas.evidence.run_folder import find_run
-from atlas.evidence.write_card import job_text
 from atlas.ir.replace import write_whole
 from atlas.ir.store import JournalTail, is_journal, load_timeline
 from atlas.ir.timeline import Timeline
 from atlas.spec import Job
-from atlas.spec.plan import load_job_or_plan
+from atlas.spec.plan import job_text, load_job_or_plan
 from atlas.ui.live_run import LiveRun
 from atlas.ui.run_model import MAX_ITERATIONS, shown_iterations
 

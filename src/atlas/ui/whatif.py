@@ -17,7 +17,6 @@ from typing import Any
 
 from atlas.errors import AtlasError, SpecError
 from atlas.evaluate import Case, Result, build, evaluate, find_schedule, prepare, repriced, rows
-from atlas.evidence.write_card import job_text
 from atlas.ir.assemble import with_optimizer
 from atlas.ir.program import Program
 from atlas.planner.judge import Judged
@@ -25,6 +24,7 @@ from atlas.planner.placed import judged_result
 from atlas.schedules import SCHEDULES
 from atlas.schedules.eager import eager
 from atlas.spec import Job, override
+from atlas.spec.plan import job_text
 from atlas.ui.run_model import RunModel, shape_of
 from atlas.view.page import page_data
 
