@@ -111,7 +111,7 @@ def shot(page: Any, name: str) -> None:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_testbed_page_opens_with_both_schedules_on_one_axis(browser: Any, tmp_path: Path, scheme: str) -> None:
     both = [job(4, 3, 12), job(4, 3, 12, sharing=True, name="atlas")]
-    write_page(tmp_path / "p.html", both, title="Testbed", notes="twelve workers")
+    write_page(tmp_path / "p.html", both, title="Testbed", notes=["twelve workers"])
     page, complaints = opened(browser, tmp_path / "p.html", scheme)
     assert page.locator("#table tbody tr").count() == 2
     assert page.locator("#sources .badge").all_inner_texts() == ["SIMULATED"]

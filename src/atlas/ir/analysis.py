@@ -235,7 +235,7 @@ def _wan_wait(timeline: Timeline, laid: Laid, awaited: Ints, splittable: NDArray
 
 def _tails(timeline: Timeline) -> Ints:
     """By worker: the end of its last op, or the start of the run if it has none."""
-    last = np.full(timeline.program.num_workers, int(timeline.op_start_ns.min()), np.int64)
+    last = np.full(timeline.program.num_workers, timeline.start_ns, np.int64)
     np.maximum.at(last, timeline.program.op_worker, timeline.op_end_ns)
     return last
 
@@ -265,7 +265,7 @@ def critical_path(timeline: Timeline) -> list[Segment]:
         return []
     previous, transfers = _previous(timeline), input_transfer(program)
     path: list[Segment] = []
-    run_start = int(timeline.op_start_ns.min())
+    run_start = timeline.start_ns
     now, op, seen = int(end.max()), int(end.argmax()), set[int]()
 
     def spend(until_ns: int, category: str, label: str, worker: int) -> None:

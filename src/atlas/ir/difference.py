@@ -63,7 +63,7 @@ def difference(a: Timeline, b: Timeline, *, tolerance: float = 0.01) -> Differen
     both, in_a, in_b = np.intersect1d(
         _op_keys(a.program, shape), _op_keys(b.program, shape), assume_unique=True, return_indices=True
     )
-    zero_a, zero_b = int(a.op_start_ns.min(initial=2**62)), int(b.op_start_ns.min(initial=2**62))
+    zero_a, zero_b = a.start_ns, b.start_ns
     start = np.stack([a.op_start_ns[in_a] - zero_a, b.op_start_ns[in_b] - zero_b])
     end = np.stack([a.op_end_ns[in_a] - zero_a, b.op_end_ns[in_b] - zero_b])
     kinds = [

@@ -339,8 +339,7 @@ def joined(timelines: Sequence[Timeline]) -> Timeline:
     """Joins consecutive passes of one Program to the Timeline of one longer Program that begins at 0."""
     first = timelines[0]
     program = repeated(first.program, len(timelines))
-    zero_ns = int(first.op_start_ns.min()) if first.program.num_ops else 0
-    ptr = first.program.worker_ptr
+    zero_ns, ptr = first.start_ns, first.program.worker_ptr
 
     def by_op(name: str) -> Ints:
         rows = [getattr(timeline, name) for timeline in timelines]

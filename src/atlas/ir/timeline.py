@@ -43,11 +43,14 @@ class Timeline:
     """What `computed_once` has computed from these arrays."""
 
     @property
+    def start_ns(self) -> int:
+        """When the first op began; 0 without ops."""
+        return int(self.op_start_ns.min()) if len(self.op_start_ns) else 0
+
+    @property
     def makespan_ns(self) -> int:
         """From the first op's start to the last op's end."""
-        if not len(self.op_end_ns):
-            return 0
-        return int(self.op_end_ns.max() - self.op_start_ns.min())
+        return int(self.op_end_ns.max()) - self.start_ns if len(self.op_end_ns) else 0
 
     @property
     def iteration_ns(self) -> int:

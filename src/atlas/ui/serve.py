@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from atlas.errors import AtlasError
-from atlas.ir.program import Kind
 from atlas.spec.plan import load_job_or_plan
 from atlas.ui.live_run import LiveRun
 from atlas.ui.remote import RemoteFollower
@@ -23,7 +22,7 @@ from atlas.ui.run_model import RunModel
 from atlas.ui.server import LOOPBACK, Answer, PageServer, is_loopback
 from atlas.ui.service import ServiceFollower
 from atlas.ui.whatif import WhatIfDesk
-from atlas.view.page import CAUSES, STYLES, asset, filled, json_element, page_script
+from atlas.view.page import asset, empty_header, filled, json_element, page_script
 
 POLL_S, SERVICE_S = 1.0, 1.0
 """Between two looks at a run, and at its service. Each look analyses the last pass and takes CPU time."""
@@ -148,19 +147,10 @@ class ServedPage:
 @cache
 def page_html() -> str:
     """The page as text; its data comes from the API."""
-    head = {
-        "title": "Atlas",
-        "verdict": "",
-        "notes": [],
-        "styles": [style._asdict() for style in STYLES],
-        "kinds": [kind.name for kind in Kind],
-        "causes": [cause.name.lower() for cause in CAUSES],
-        "schedules": [],
-    }
     own = "atlas.ui"
     parts = {
         "STYLE": asset("page.css") + asset("mapsvg.css") + asset("live.css", own),
-        "HEADER": json_element(head),
+        "HEADER": json_element(empty_header("Atlas")),
         "SCRIPT": page_script() + asset("live.js", own) + asset("whatif.js", own),
     }
     return filled(asset("live.html", own), parts)

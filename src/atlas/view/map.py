@@ -9,10 +9,10 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Mapping, Sequence
-from importlib import resources
 from typing import Any, NamedTuple
 
 from atlas.view.chart import front_svg, page_text, theme
+from atlas.view.page import asset
 from atlas.view.places import FEW, PAGE, MapPlaces, Picture, map_places
 from atlas.view.table import seconds
 
@@ -31,15 +31,20 @@ GROUPS = ("#0072b2", "#cc79a7", "#8c6d1f", "#009e73", "#d55e00", "#56b4e9")
 """Colours of groups of pipelines."""
 
 
-def plan_page(scene: Mapping[str, Any], *, notes: Sequence[str] = ()) -> str:
+Plain = Mapping[str, Any]
+"""A scene, or a plan, a datacenter or a link of it."""
+Places = Mapping[str, tuple[float, float]]
+"""By datacenter: x and y in pixels."""
+
+
+def plan_page(scene: Plain, *, notes: Sequence[str] = ()) -> str:
     """The page as text."""
     places = map_places(scene)
     # Families where the scene has them, else the winner and the next plans.
     drawn = scene.get("families") or scene["plans"]
     labels = [_tab(k, plan["row"], "families" in scene) for k, plan in enumerate(drawn)]
     first = next((k for k, plan in enumerate(drawn) if not plan["row"]["lost"]), 0)
-    folder = resources.files("atlas.view") / "assets"
-    style = theme() + "".join((folder / name).read_text(encoding="utf-8") for name in ("map.css", "mapsvg.css"))
+    style = theme() + asset("map.css") + asset("mapsvg.css")
     style += "".join(
         f"#t{k}:checked~.tabs label[for=t{k}]{{background:var(--accent);color:#fff;border-color:var(--accent)}}"
         f"#t{k}:focus-visible~.tabs label[for=t{k}]{{outline:2px solid var(--ink);outline-offset:2px}}"
@@ -72,23 +77,23 @@ def plan_page(scene: Mapping[str, Any], *, notes: Sequence[str] = ()) -> str:
     return page_text(title, style, body)
 
 
-def _tab(k: int, row: Mapping[str, Any], by_family: bool) -> str:
+def _tab(k: int, row: Plain, by_family: bool) -> str:
     name = row["kind"] if by_family else f"plan {k + 1}" if k else "winner"
     return f"{name} · {seconds(row['iteration_s'])}"
 
 
 # ---- one map ---------------------------------------------------------------------------------------------------
-def map_svg(scene: Mapping[str, Any], plan: Mapping[str, Any], places: MapPlaces, picture: Picture = PAGE) -> str:
+def map_svg(scene: Plain, plan: Plain, places: MapPlaces, picture: Picture = PAGE) -> str:
     """Datacenters, the links in use, and which stages each holds."""
     names = [dc["name"] for dc in scene["datacenters"]]
     place = dict(zip(names, places.at, strict=True))
     few = len(names) <= FEW
     body = [f'<path class="coast" d="{places.coast}"/>', _idle(scene, names, places.at)]
     links = sorted(plan["links"], key=lambda link: bool(link["pipeline"]))
-    radius, one_line = picture.radius[not few], not picture.legend
-    taken = [box for dc in scene["datacenters"] for box in _dc_boxes(dc, plan, place, radius, one_line)]
+    drawn = _Drawing(plan, place, picture.radius[not few], one_line=not picture.legend)
+    taken = [box for dc in scene["datacenters"] for box in _dc_boxes(dc, drawn)]
     body += [_link(link, place, few, picture.line, taken) for link in links]
-    body += [_dc(dc, plan, place, radius, one_line) for dc in scene["datacenters"]]
+    body += [_dc(dc, drawn) for dc in scene["datacenters"]]
     top, bottom = 0.0, float(picture.height)
     if picture.legend:
         low, high = min(y for _, y in places.at), max(y for _, y in places.at)
@@ -102,7 +107,7 @@ def map_svg(scene: Mapping[str, Any], plan: Mapping[str, Any], places: MapPlaces
     )
 
 
-def _idle(scene: Mapping[str, Any], names: Sequence[str], at: Sequence[tuple[float, float]]) -> str:
+def _idle(scene: Plain, names: Sequence[str], at: Sequence[tuple[float, float]]) -> str:
     """Links that carry nothing, where there are few enough datacenters."""
     if len(names) > FEW:
         return ""
@@ -119,6 +124,16 @@ def load_color(load: float) -> str:
     return next((color for limit, color, _ in LOADS if load < limit), FULL[0])
 
 
+class _Drawing(NamedTuple):
+    """What all datacenters of one map have in common."""
+
+    plan: Plain
+    place: Places
+    radius: float
+    one_line: bool
+    """Whether the name and the stages of a datacenter share a line."""
+
+
 class _Box(NamedTuple):
     """Of a text or a disc, in pixels."""
 
@@ -133,29 +148,20 @@ class _Box(NamedTuple):
         )
 
 
-def _dc_boxes(
-    dc: Mapping[str, Any],
-    plan: Mapping[str, Any],
-    place: Mapping[str, tuple[float, float]],
-    radius: float,
-    one_line: bool,
-) -> list[_Box]:
+def _dc_boxes(dc: Plain, drawn: _Drawing) -> list[_Box]:
     """Where `_dc` draws the disc and the name."""
-    (x, y), stages = place[dc["name"]], _stages(dc["name"], plan) or "not used"
-    under = _under(dc["name"], plan, place, radius, one_line)
+    (x, y), stages = drawn.place[dc["name"]], _stages(dc["name"], drawn.plan) or "not used"
+    under, radius = _under(dc["name"], drawn), drawn.radius
     length, lines = max(len(dc["name"]), len(stages)), 2
-    if one_line:
-        length, lines = len(dc["name"]) + (1 + len(stages) if len(place) <= 4 else 0), 1
+    if drawn.one_line:
+        length, lines = len(dc["name"]) + (1 + len(stages) if len(drawn.place) <= 4 else 0), 1
     half = CHAR * length / 2
     name = _Box(x - half, y + under - 11, x + half, y + under + 4 + 13 * (lines - 1))
     return [_Box(x - radius, y - radius, x + radius, y + radius), name]
 
 
 def _placed(
-    words: Sequence[str],
-    ends: tuple[tuple[float, float], tuple[float, float]],
-    line: int,
-    taken: list[_Box],
+    words: Sequence[str], ends: tuple[tuple[float, float], tuple[float, float]], line: int, taken: list[_Box]
 ) -> str:
     """A label on the middle of its link, or moved along it to where it covers no other text; else nothing: the link's
     tooltip and the list beside a live map have the figures."""
@@ -174,13 +180,7 @@ def _placed(
     return ""
 
 
-def _link(
-    link: Mapping[str, Any],
-    place: Mapping[str, tuple[float, float]],
-    few: bool,
-    line: int,
-    taken: list[_Box],
-) -> str:
+def _link(link: Plain, place: Places, few: bool, line: int, taken: list[_Box]) -> str:
     """Solid where pipelines cross, dashed where groups only exchange gradients."""
     (x1, y1), (x2, y2) = place[link["a"]], place[link["b"]]
     color = load_color(link["load"])
@@ -212,16 +212,11 @@ def _link(
     )
 
 
-def _dc(
-    dc: Mapping[str, Any],
-    plan: Mapping[str, Any],
-    place: Mapping[str, tuple[float, float]],
-    radius: float,
-    one_line: bool,
-) -> str:
+def _dc(dc: Plain, drawn: _Drawing) -> str:
     """A disc with the GPUs in use, a ring for their share, and the name on the side that has no link."""
+    plan, place, radius, one_line = drawn
     (x, y), used = place[dc["name"]], int(plan["gpus"].get(dc["name"], 0))
-    under = _under(dc["name"], plan, place, radius, one_line)
+    under = _under(dc["name"], drawn)
     share = used / dc["gpus"]
     turn = 2 * math.pi * share
     color = _owner(dc["name"], plan)
@@ -250,15 +245,14 @@ def _dc(
     )
 
 
-def _under(
-    name: str, plan: Mapping[str, Any], place: Mapping[str, tuple[float, float]], radius: float, one_line: bool
-) -> float:
+def _under(name: str, drawn: _Drawing) -> float:
     """How far below its middle a datacenter has its name; negative: above it."""
+    plan, place, radius, one_line = drawn
     above = _leaves_downwards(name, plan, place) and not (one_line and place[name][1] < 50)
     return -radius - (7 if one_line else 20) if above else radius + 14
 
 
-def _leaves_downwards(name: str, plan: Mapping[str, Any], place: Mapping[str, tuple[float, float]]) -> bool:
+def _leaves_downwards(name: str, plan: Plain, place: Places) -> bool:
     """Whether a pipeline's link runs steeply downwards from here, through the place of the name, and none upwards."""
     links = [link for link in plan["links"] if link["pipeline"] and name in (link["a"], link["b"])]
     ends = [link["a"] if link["b"] == name else link["b"] for link in links]
@@ -267,14 +261,14 @@ def _leaves_downwards(name: str, plan: Mapping[str, Any], place: Mapping[str, tu
     return any(slope > 0.6 for slope in slopes) and not any(slope < -0.6 for slope in slopes)
 
 
-def _owner(name: str, plan: Mapping[str, Any]) -> str:
+def _owner(name: str, plan: Plain) -> str:
     for k, places in enumerate(plan["groups"]):
         if any(dc == name for dc, _ in places):
             return GROUPS[k % len(GROUPS)]
     return GROUPS[0]
 
 
-def _stages(name: str, plan: Mapping[str, Any]) -> str:
+def _stages(name: str, plan: Plain) -> str:
     """`stages 0-3`."""
     for places in plan["groups"]:
         first = 0
@@ -285,7 +279,7 @@ def _stages(name: str, plan: Mapping[str, Any]) -> str:
     return ""
 
 
-def _legend(bottom: float, plan: Mapping[str, Any], has_idle: bool) -> str:
+def _legend(bottom: float, plan: Plain, has_idle: bool) -> str:
     """Only what this map shows."""
     colors = {load_color(link["load"]) for link in plan["links"]}
     parts = [(color, text) for color, text in [*((c, t) for _, c, t in LOADS), FULL] if color in colors]
@@ -304,7 +298,7 @@ def _legend(bottom: float, plan: Mapping[str, Any], has_idle: bool) -> str:
 
 
 # ---- words -----------------------------------------------------------------------------------------------------
-def _caption(plan: Mapping[str, Any]) -> str:
+def _caption(plan: Plain) -> str:
     """The caption of a map."""
     row = plan["row"]
     money = f", ${row['usd_per_iteration']:,.4g} an iteration" if row["usd_per_iteration"] else ""
@@ -332,7 +326,7 @@ LETTERS = (
 )
 
 
-def _table(scene: Mapping[str, Any]) -> str:
+def _table(scene: Plain) -> str:
     """One row for each plan, with its critical path as a bar."""
     longest = max(row["iteration_s"] for row in scene["rows"][:SHOWN])
     head = "<tr><th>stages in</th><th>parallelism</th><th class=n>GPUs</th><th class=n>iteration</th>"

@@ -38,7 +38,7 @@ def write_page(
     timelines: Sequence[Timeline],
     *,
     title: str = "Atlas timeline",
-    notes: str | Sequence[str] = (),
+    notes: Sequence[str] = (),
     chart: str = "",
 ) -> None:
     """Write one page that shows `timelines` above each other; `notes` are sentences put under the title, `chart` is an
@@ -48,7 +48,7 @@ def write_page(
 
 
 def page_html(
-    timelines: Sequence[Timeline], *, title: str = "Atlas timeline", notes: str | Sequence[str] = (), chart: str = ""
+    timelines: Sequence[Timeline], *, title: str = "Atlas timeline", notes: Sequence[str] = (), chart: str = ""
 ) -> str:
     """The page as text."""
     header, spans = page_data(timelines, title=title, notes=notes)
@@ -65,22 +65,28 @@ def page_html(
 
 
 def page_data(
-    timelines: Sequence[Timeline], *, title: str = "", notes: str | Sequence[str] = ()
+    timelines: Sequence[Timeline], *, title: str = "", notes: Sequence[str] = ()
 ) -> tuple[dict[str, Any], list[str]]:
     """What the page's script draws: a JSON-able header, and the spans of each timeline, packed."""
     if not timelines or any(not timeline.program.num_ops for timeline in timelines):
         raise AtlasError("a timeline page needs at least one timeline, and each needs at least one op")
     timelines = best_first(timelines)
-    header = {
+    described = [_describe(timeline) for timeline in timelines]
+    header = {**empty_header(title), "verdict": verdict(timelines), "notes": list(notes), "schedules": described}
+    return header, [_packed(timeline) for timeline in timelines]
+
+
+def empty_header(title: str) -> dict[str, Any]:
+    """The header of a page that has no timeline yet."""
+    return {
         "title": title,
-        "verdict": verdict(timelines),
-        "notes": [notes] if isinstance(notes, str) else list(notes),
+        "verdict": "",
+        "notes": [],
         "styles": [style._asdict() for style in STYLES],
         "causes": [cause.name.lower() for cause in CAUSES],
         "kinds": [kind.name for kind in Kind],
-        "schedules": [_describe(timeline) for timeline in timelines],
+        "schedules": [],
     }
-    return header, [_packed(timeline) for timeline in timelines]
 
 
 def page_script() -> str:
@@ -101,6 +107,7 @@ def filled(template: str, parts: Mapping[str, str]) -> str:
 
 
 def asset(name: str, package: str = "atlas.view") -> str:
+    """A file of the package's folder `assets`."""
     return (resources.files(package) / "assets" / name).read_text(encoding="utf-8")
 
 
@@ -109,7 +116,7 @@ def asset(name: str, package: str = "atlas.view") -> str:
 
 def _describe(timeline: Timeline) -> dict[str, Any]:
     figures = summary(timeline)
-    zero = int(timeline.op_start_ns.min())
+    zero = timeline.start_ns
     path = critical_path(timeline)
     drawn = path if len(path) <= MAX_PATH else []
     return {
@@ -166,12 +173,12 @@ class _Spans(NamedTuple):
 def _packed(timeline: Timeline) -> str:
     """All spans in base64, sorted by row and start."""
     rows = groups(timeline)
-    num_rows = sum(len(group.workers) + len(group.link_rows) + len(group.rails) for group in rows)
+    num_rows = sum(group.num_rows for group in rows)
     spans = _Spans(*(np.concatenate(parts) for parts in zip(*_all_spans(timeline, rows), strict=True)))
     keep = np.flatnonzero(spans.end_ns > spans.start_ns)
     keep = keep[np.lexsort((spans.start_ns[keep], spans.row[keep]))]
     spans = _Spans(*(part[keep] for part in spans))
-    zero = int(timeline.op_start_ns.min())
+    zero = timeline.start_ns
     first = np.diff(spans.row, prepend=-1) != 0
     before = np.where(first, zero, np.concatenate([[zero], spans.end_ns[:-1]]))
     count = np.bincount(spans.row, minlength=num_rows)
@@ -208,19 +215,10 @@ def _all_spans(timeline: Timeline, rows: Sequence[RowGroup]) -> list[_Spans]:
 
 
 def _op_spans(timeline: Timeline, row_of_worker: NDArray[np.int64]) -> _Spans:
-    program = timeline.program
-    none = np.zeros(program.num_ops, np.int64)
-    return _Spans(
-        row_of_worker[program.op_worker],
-        timeline.op_start_ns,
-        timeline.op_end_ns,
-        program.kind.astype(np.int64),
-        program.stage.astype(np.int64),
-        program.microbatch.astype(np.int64),
-        program.op_worker // program.num_ranks,
-        none,
-        none,
-    )
+    program, worker = timeline.program, timeline.program.op_worker
+    times = timeline.op_start_ns, timeline.op_end_ns
+    what = program.kind, program.stage, program.microbatch
+    return _spans(row_of_worker[worker], *times, *what, worker // program.num_ranks)
 
 
 def _wait_spans(timeline: Timeline, row_of_worker: NDArray[np.int64]) -> _Spans:
@@ -229,40 +227,27 @@ def _wait_spans(timeline: Timeline, row_of_worker: NDArray[np.int64]) -> _Spans:
     collective = np.isin(program.kind[found.op], np.array(COLLECTIVES, np.int8)) & (found.op >= 0)
     own = collective & (found.start_ns >= timeline.op_start_ns[found.op])
     of = np.flatnonzero(~own)
-    none = np.zeros(len(of), np.int64)
-    return _Spans(
-        row_of_worker[found.worker[of]],
-        found.start_ns[of],
-        found.end_ns[of],
-        found.cause[of].astype(np.int64) + WAIT,
-        none,
-        none,
-        found.worker[of] // program.num_ranks,
-        none,
-        none,
-    )
+    worker, code = found.worker[of], found.cause[of].astype(np.int64) + WAIT
+    times = found.start_ns[of], found.end_ns[of]
+    return _spans(row_of_worker[worker], *times, code, 0, 0, worker // program.num_ranks)
 
 
 def _transfer_spans(timeline: Timeline, of: NDArray[np.int64], row: int) -> _Spans:
-    program = timeline.program
-    direction, pipeline, boundary, slot = np.unravel_index(of, program.transfer_shape)
-    return _Spans(
-        np.full(len(of), row, np.int64),
-        timeline.transfer_start_ns[of],
-        timeline.transfer_sent_ns[of],
-        direction.astype(np.int64) + SEND,
-        boundary + direction,
-        slot.astype(np.int64),
-        pipeline.astype(np.int64),
-        timeline.transfer_start_ns[of] - timeline.transfer_ready_ns[of],
-        timeline.transfer_arrive_ns[of] - timeline.transfer_sent_ns[of],
-    )
+    direction, pipeline, boundary, slot = np.unravel_index(of, timeline.program.transfer_shape)
+    start, sent = timeline.transfer_start_ns[of], timeline.transfer_sent_ns[of]
+    queued, latency = start - timeline.transfer_ready_ns[of], timeline.transfer_arrive_ns[of] - sent
+    return _spans(row, start, sent, direction + SEND, boundary + direction, slot, pipeline, queued, latency)
 
 
 def _rail_spans(track: RailTrack, row: int) -> _Spans:
     start, end = np.array(track.spans_ns, np.int64).T
-    none = np.zeros(len(start), np.int64)
-    return _Spans(none + row, start, end, none + WAIT + Cause.FABRIC, none, none, none, none, none)
+    return _spans(row, start, end, WAIT + Cause.FABRIC)
+
+
+def _spans(*columns: NDArray[Any] | int) -> _Spans:
+    """The fields of spans, each an array or one number for all of them; 0 for those that are left out."""
+    left_out = [0] * (len(_Spans._fields) - len(columns))
+    return _Spans(*(np.asarray(column, np.int64) for column in np.broadcast_arrays(*columns, *left_out)))
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------
@@ -284,6 +269,10 @@ class RowGroup:
     workers: tuple[int, ...] = ()
     link_rows: tuple[LinkRow, ...] = ()
     rails: tuple[RailTrack, ...] = ()
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.workers) + len(self.link_rows) + len(self.rails)
 
 
 @computed_once

@@ -121,7 +121,7 @@ def _places(timeline: Timeline, rows: Sequence[RowGroup]) -> tuple[NDArray[np.in
 
 def _link_threads(timeline: Timeline, rows: Sequence[RowGroup]) -> list[int]:
     """By group: the thread of its first link row, after those of the workers and of the link rows before."""
-    before = np.cumsum([0] + [len(group.link_rows) + len(group.rails) for group in rows])
+    before = np.cumsum([0] + [group.num_rows - len(group.workers) for group in rows])
     return [len(rows) + timeline.program.num_workers + 1 + int(count) for count in before]
 
 
@@ -138,21 +138,17 @@ def _names(timeline: Timeline, rows: Sequence[RowGroup]) -> list[dict[str, Any]]
         pid = number + 1
         say("process_name", pid, 0, name=group.name)
         say("process_sort_index", pid, 0, sort_index=number)
-        for worker in group.workers:
-            say("thread_name", pid, int(thread[worker]), name=timeline.program.worker_name(worker))
-            say("thread_sort_index", pid, int(thread[worker]), sort_index=worker)
-        for k, row in enumerate(group.link_rows):
-            say("thread_name", pid, links[number] + k, name=timeline.links[row.link])
-            say("thread_sort_index", pid, links[number] + k, sort_index=k)
-        for k, track in enumerate(group.rails):
-            say("thread_name", pid, links[number] + k, name=track.name)
-            say("thread_sort_index", pid, links[number] + k, sort_index=k)
+        tracks = [*(timeline.links[row.link] for row in group.link_rows), *(track.name for track in group.rails)]
+        rows_of = [(int(thread[w]), timeline.program.worker_name(w), w) for w in group.workers]
+        for tid, name, place in [*rows_of, *((links[number] + k, name, k) for k, name in enumerate(tracks))]:
+            say("thread_name", pid, tid, name=name)
+            say("thread_sort_index", pid, tid, sort_index=place)
     return events
 
 
 def _rail_events(timeline: Timeline, rows: Sequence[RowGroup]) -> bytes:
     """Changes of circuits: few, so plain JSON."""
-    zero, links = int(timeline.op_start_ns.min(initial=2**62)), _link_threads(timeline, rows)
+    zero, links = timeline.start_ns, _link_threads(timeline, rows)
     events = [
         {"ph": "X", "name": track.name, "cat": "fabric", "pid": number + 1, "tid": links[number] + k,
          "ts": (start - zero) / 1e3, "dur": (end - start) / 1e3}
@@ -164,7 +160,7 @@ def _rail_events(timeline: Timeline, rows: Sequence[RowGroup]) -> bytes:
 
 
 def _op_events(timeline: Timeline, pid: NDArray[np.int64], tid: NDArray[np.int64]) -> bytes:
-    program, zero = timeline.program, int(timeline.op_start_ns.min(initial=2**62))
+    program, zero = timeline.program, timeline.start_ns
     return _joined(
         program.num_ops,
         '{"ph":"X","name":"',
@@ -186,7 +182,7 @@ def _op_events(timeline: Timeline, pid: NDArray[np.int64], tid: NDArray[np.int64
 
 
 def _transfer_events(timeline: Timeline, rows: Sequence[RowGroup]) -> list[bytes]:
-    program, zero = timeline.program, int(timeline.op_start_ns.min(initial=2**62))
+    program, zero = timeline.program, timeline.start_ns
     parts = []
     links = _link_threads(timeline, rows)
     for number, group in enumerate(rows):
@@ -225,7 +221,7 @@ def _arrow_events(
     timeline: Timeline, wan: NDArray[np.int64], pid: NDArray[np.int64], tid: NDArray[np.int64]
 ) -> list[bytes]:
     """A flow from the end of the op that produced a tensor to the start of the op that uses it."""
-    program, zero = timeline.program, int(timeline.op_start_ns.min(initial=2**62))
+    program, zero = timeline.program, timeline.start_ns
     wan = wan[program.transfer_src[wan] >= 0]
     src, dst = program.transfer_src[wan], program.transfer_dst[wan]
     ends = (

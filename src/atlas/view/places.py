@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from importlib import resources
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from atlas.view.page import asset
 
 FEW = 8
 """Up to this number of datacenters, every link and every number is drawn."""
@@ -88,8 +89,7 @@ def _coast(left: float, squeeze: float, scale: Floats, shift: Floats, picture: P
 
 @cache
 def _rings() -> list[Floats]:
-    text = (resources.files("atlas.view") / "assets" / "coast.txt").read_text(encoding="utf-8")
-    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    lines = [line for line in asset("coast.txt").splitlines() if not line.startswith("#")]
     return [np.array([pair.split(",") for pair in line.split()], np.float64) / 2 for line in lines]
 
 

@@ -18,7 +18,7 @@ class RailTrack:
 def rail_tracks(timeline: Timeline) -> dict[str, tuple[RailTrack, ...]]:
     """By datacenter."""
     found: dict[str, dict[str, list[tuple[int, int]]]] = {}
-    zero = int(timeline.op_start_ns.min(initial=2**62))
+    zero = timeline.start_ns
     for row in timeline.meta.get("fabric") or ():
         ranks = "-".join(f"s{rank}" for rank in row["ranks"])
         name = f"ring {ranks}" if row["to"] == "ring" else f"hop {ranks} p{row['pipeline']}"

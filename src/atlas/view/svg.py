@@ -98,7 +98,7 @@ def _draw(body: list[str], used: set[int], timeline: Timeline, y: int, scale: fl
     found, waits = [group for group in groups(timeline) if not group.rails], bubbles(timeline)
     num_dcs = sum(bool(group.workers) for group in found)
     each = max(1, max_rows // max(1, num_dcs))
-    zero, top = int(timeline.op_start_ns.min()), y
+    zero, top = timeline.start_ns, y
     for group in found:
         body.append(text(GUTTER - 5, y + 9, group.name, size=9.5, anchor="end", weight="bold"))
         y += 12

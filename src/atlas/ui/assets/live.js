@@ -47,16 +47,8 @@ function card(id, name, value, text, note, extra, title) {
 
 function busyBar(state) {
   if (!state.bubbles) return null;
-  const bar = make("div", "split"), busy = 1 - CAUSE.reduce((sum, cause) => sum + (state.bubbles[cause] || 0), 0);
-  const part = (share, code, words, wait) => {
-    if (share <= 0) return;
-    const piece = make("i", wait ? "chip wait" : "", null, bar);
-    piece.style.cssText = `width:${100 * share}%;background-color:${colorOf(code)};border-radius:0`;
-    piece.title = `${words}: ${percent(share)}`;
-  };
-  part(busy, 0, "computing");
-  CAUSE_ORDER.forEach(c => part(state.bubbles[CAUSE[c]] || 0, WAIT + c, "waiting, " + HEAD.styles[WAIT + c].label, true));
-  return bar;
+  const shareOf = c => state.bubbles[CAUSE[c]] || 0;
+  return fillSplit(make("div", "split"), 1 - CAUSE_ORDER.reduce((sum, c) => sum + shareOf(c), 0), shareOf);
 }
 
 function fillCards(state) {

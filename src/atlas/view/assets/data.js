@@ -128,9 +128,3 @@ function spanName(s, i) {
   if (c < SEND) return `waiting: ${HEAD.styles[c].label}`;
   return `${s.stage[i]}${c === SEND ? "SEND_F" : "SEND_B"}${s.mb[i]}`;
 }
-
-function worth(schedule) {
-  const f = schedule.figures, all = f.num_workers * schedule.makespan / 1e9;
-  const parts = CAUSE.map(cause => (f.bubbles_s[cause] || 0) / all);
-  return { busy: f.utilization, causes: parts };
-}

@@ -41,7 +41,8 @@ function fillTable(schedules) {
     make("td", "n", duration(f.iteration_s * 1e9), row);
     if (several) make("td", "n", (slowest / f.iteration_s).toFixed(2) + "×", row);
     make("td", "n", percent(f.utilization), row);
-    fillSplit(make("div", "split", null, make("td", "", null, row)), s);
+    const all = f.num_workers * s.makespan / 1e9;
+    fillSplit(make("div", "split", null, make("td", "", null, row)), f.utilization, c => (f.bubbles_s[CAUSE[c]] || 0) / all);
     make("td", "n", String(f.peak_in_flight), row);
     const links = Object.values(f.links);
     make("td", "n", links.length ? percent(Math.max(...links)) : "–", row);
@@ -50,8 +51,8 @@ function fillTable(schedules) {
   }
 }
 
-function fillSplit(bar, s) {
-  const { busy, causes } = worth(s);
+/** Shares of time as a bar: computing, then each cause of waiting. */
+function fillSplit(bar, busy, shareOf) {
   const part = (share, color, text, wait) => {
     if (share <= 0) return;
     const piece = make("i", wait ? "chip wait" : "", null, bar);
@@ -59,7 +60,8 @@ function fillSplit(bar, s) {
     piece.title = `${text}: ${percent(share)}`;
   };
   part(busy, colorOf(0), "computing");
-  CAUSE_ORDER.forEach(c => part(causes[c], colorOf(WAIT + c), "waiting, " + HEAD.styles[WAIT + c].label, true));
+  CAUSE_ORDER.forEach(c => part(shareOf(c), colorOf(WAIT + c), "waiting, " + HEAD.styles[WAIT + c].label, true));
+  return bar;
 }
 
 function fillCaption() {
