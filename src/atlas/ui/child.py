@@ -26,11 +26,9 @@ NICENESS = 15
 
 
 class PageProcess:
-    """`with PageProcess(folder, facts, job, host, port, token) as page:` serves the run's page; `url` says where."""
+    """`with PageProcess(folder, facts, job, host, port) as page:` serves the run's page; `url` says where."""
 
-    def __init__(
-        self, folder: Path, facts: PageFacts, job: Job, host: str, port: int, token: str = "", *, keep: bool = False
-    ) -> None:
+    def __init__(self, folder: Path, facts: PageFacts, job: Job, host: str, port: int, *, keep: bool = False) -> None:
         """`keep`: the run may be described in the folder already, by the process that trains."""
         if not (keep and (folder / FACTS).is_file()):
             write_facts(folder, facts, job)
@@ -47,9 +45,7 @@ class PageProcess:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
-            self._process.stdin.write(
-                json.dumps({"source": str(folder), "host": host, "port": port, "token": token}) + "\n"
-            )
+            self._process.stdin.write(json.dumps({"source": str(folder), "host": host, "port": port}) + "\n")
             self._process.stdin.flush()
             line = self._process.stdout.readline()
             reply: Mapping[str, Any] = json.loads(line) if line else {"error": "its process ended at once"}
@@ -86,7 +82,7 @@ def main() -> int:
     from atlas.ui.serve import ServedPage  # at the lower priority
 
     try:
-        page = ServedPage(settings["source"], settings["host"], settings["port"], settings["token"])
+        page = ServedPage(settings["source"], settings["host"], settings["port"])
     except AtlasError as error:
         print(json.dumps({"error": str(error)}), flush=True)
         return 2

@@ -43,8 +43,8 @@ class LiveRun:
         self._run: dict[str, Any] = {"name": "", "status": "waiting"}
         self._history: deque[dict[str, Any]] = deque(maxlen=HISTORY)
         self._events: deque[dict[str, Any]] = deque(maxlen=LOGGED)
-        self._extra: dict[str, Any] = {"predicted": None, "links": [], "map": "", "verdict": "", "bubbles": None}
-        self._extra["service"] = None
+        self._extra: dict[str, Any] = {"predicted": None, "links": [], "map": "", "verdict": ""}
+        self._extra |= {"bubbles": None, "service": None}
         self._measured: Timeline | None = None
         self._last: Timeline | None = None
         self._timeline_version = 0
@@ -227,7 +227,7 @@ class LiveRun:
 
     def _step(self, event: Mapping[str, Any]) -> None:
         seconds = _number(event.get("iteration_s")) or 0.0
-        step = {key: event.get(key) for key in (*event,)}
+        step = dict(event)
         step["tokens_per_s"] = (_number(event.get("tokens")) or 0.0) / seconds if seconds else None
         step.setdefault("mfu", None)
         if step["mfu"] is None and self.model is not None and self.facts.get("device") == "paced" and seconds:

@@ -46,10 +46,9 @@ class RunModel:
     ) -> None:
         self.slower, self.chosen, self._job = slower, find_schedule(schedule), job
         self.case = prepare(job, self.chosen, tcp)
-        fits = program is not None and shape_of(program) == shape_of(self.case)
-        if program is None or not fits or bool((program.kind == Kind.P).any()):
+        if program is None or not self._can_price(program):
             program = build(self.case, self.chosen, budget=0)
-        self.program = program if program.num_iterations == 1 else build(self.case, self.chosen, budget=0)
+        self.program = program
         self.result: Result = repriced(self.case, self.chosen, tcp, self.program)
         self.cluster = cluster_arrays(self.case.job)
         self.judged: Judged = judged_result(self.result, self.cluster)
@@ -59,6 +58,11 @@ class RunModel:
         """With the order, and so the figures, of `atlas simulate`."""
         program = build(self.case, self.chosen, progress=progress)
         return RunModel(self._job, self.chosen.name, self.result.tcp, slower=self.slower, program=program)
+
+    def _can_price(self, program: Program) -> bool:
+        """Whether a Program is one iteration of the job and nothing else."""
+        is_shape = program.num_iterations == 1 and shape_of(program) == shape_of(self.case)
+        return is_shape and not bool((program.kind == Kind.P).any())
 
     @property
     def iteration_s(self) -> float:
