@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 
 import numpy as np
@@ -108,7 +108,7 @@ def test_clocks_that_disagree_shift_borders_but_keep_totals(timeline: Timeline, 
         measured.program.num_workers * measured.makespan_ns
     )
     assert sum(path_totals_ns(path).values()) == measured.makespan_ns
-    json.dumps(difference(timeline, measured).as_dict())
+    json.dumps(asdict(difference(timeline, measured)))
 
 
 def test_a_wait_is_split_where_its_input_became_ready() -> None:

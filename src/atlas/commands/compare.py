@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 from atlas.api import simulate
@@ -50,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     _require_related(a, b, args)
     found = difference(a, b)
     if args.json:
-        print_json({"a": summary(a), "b": summary(b), "difference": found.as_dict()})
+        print_json({"a": summary(a), "b": summary(b), "difference": asdict(found)})
     else:
         show(side_by_side(summary(a), summary(b)), "", compare_table(found))
     outputs.write([a, b], [a, b], f"{a.program.name} and {b.program.name}", [], inputs)

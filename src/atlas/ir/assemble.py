@@ -210,28 +210,40 @@ def _require_local_order(program: Program) -> None:
 
 # ---- no worker waits in a cycle ----------------------------------------------------------------------------
 def _require_no_cycle(program: Program) -> None:
-    done = _done(program)
+    sources, groups = _sources(program), _groups(program)
+    done, at = _executed(program, sources, groups)
     if all(done):
         return
-    needs = _needs(program)
-    # A collective is done if its members are.
-    done += [False] * (len(needs) - len(done))
-    for i in range(program.num_ops):
-        if done[i]:
-            for source in needs[i]:
-                done[source] = True
-    cycle = _cycle(needs, done)
-    chain = " waits for ".join(program.describe(i) for i in [*cycle, cycle[0]] if i < program.num_ops)
+
+    def awaited(i: int) -> int:
+        """What an op waits for that is not done: the sender of its input, or a worker that has not joined it."""
+        if (source := sources[i]) >= 0 and not done[source]:
+            return source
+        return next(j for j, number in groups.items() if number == groups[i] and at[worker[j]] != j)
+
+    worker = program.op_worker.tolist()
+    i, path = at[worker[done.index(False)]], list[int]()
+    while i not in path:
+        path.append(i)
+        current = at[worker[i]]
+        i = awaited(i) if i == current else current
+    chain = " waits for ".join(program.describe(op) for op in [*path[path.index(i) :], i])
     raise _fault(program, f"deadlock: {chain}. Change the order of one of these workers")
 
 
-def _done(program: Program) -> list[bool]:
-    """By op: whether it can be done. Every worker continues until it waits for another."""
+def _sources(program: Program) -> list[int]:
+    """By op: the op that sends its input, or -1."""
     source = np.full(program.num_ops, -1, np.int64)
     source[program.transfer_dst] = program.transfer_src
-    sources, ends, at = source.tolist(), program.worker_ptr[1:].tolist(), program.worker_ptr[:-1].tolist()
-    group = _groups(program)
-    missing = Counter(group.values())
+    found: list[int] = source.tolist()
+    return found
+
+
+def _executed(program: Program, sources: list[int], groups: dict[int, int]) -> tuple[list[bool], list[int]]:
+    """By op: whether it can be done; and by worker: the op at which it waits forever, or the end of its ops. Every
+    worker continues until it waits for another."""
+    ends, at = program.worker_ptr[1:].tolist(), program.worker_ptr[:-1].tolist()
+    missing = Counter(groups.values())
     done, waiting = [False] * program.num_ops, dict[int, list[int]]()  # by op, or ~group: workers that wait for it
     ready = list(range(program.num_workers))
     while ready:
@@ -241,7 +253,7 @@ def _done(program: Program) -> list[bool]:
             if (needed := sources[i]) >= 0 and not done[needed]:
                 waiting.setdefault(needed, []).append(worker)
                 break
-            if (number := group.get(i)) is not None and not done[i]:
+            if (number := groups.get(i)) is not None and not done[i]:
                 missing[number] -= 1
                 waiting.setdefault(~number, []).append(worker)
                 if missing[number]:
@@ -255,7 +267,7 @@ def _done(program: Program) -> list[bool]:
                 ready += waiting.pop(i)
             i += 1
         at[worker] = i
-    return done
+    return done, at
 
 
 def _groups(program: Program) -> dict[int, int]:
@@ -268,33 +280,6 @@ def _groups(program: Program) -> dict[int, int]:
         i: numbers.setdefault((kind, stage if kind == Kind.SYNC else -1, iteration), len(numbers))
         for i, kind, stage, iteration in parts
     }
-
-
-def _needs(program: Program) -> list[list[int]]:
-    """By op: what must end before it can start. Each collective is a further node that its members need."""
-    needs: list[list[int]] = [[] for _ in range(program.num_ops)]
-    first = set(program.worker_ptr[:-1].tolist())
-    for i in range(program.num_ops):
-        if i not in first:
-            needs[i].append(i - 1)
-    for src, dst in zip(program.transfer_src.tolist(), program.transfer_dst.tolist(), strict=True):
-        needs[dst].append(src)
-    for i, number in _groups(program).items():
-        node = program.num_ops + number
-        needs += [[] for _ in range(len(needs), node + 1)]
-        needs[node] += needs[i]
-        needs[i] = [node]
-    return needs
-
-
-def _cycle(needs: Sequence[Sequence[int]], done: Sequence[bool]) -> list[int]:
-    """Follows ops that are not done from one to the next until one repeats."""
-    at = done.index(False)
-    path: list[int] = []
-    while at not in path:
-        path.append(at)
-        at = next(source for source in needs[at] if not done[source])
-    return path[path.index(at) :]
 
 
 # ---- memory ------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ Compares the ops that both have, by kind, with times from the start of each run.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -51,10 +51,6 @@ class Difference:
     first_divergence: str | None
     """The earliest op that ends more than `tolerance` of an iteration apart, with its worker and datacenter."""
     first_divergence_at_s: float | None
-
-    def as_dict(self) -> dict[str, Any]:
-        """JSON-able."""
-        return asdict(self)
 
 
 def difference(a: Timeline, b: Timeline, *, tolerance: float = 0.01) -> Difference:

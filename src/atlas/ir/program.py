@@ -16,7 +16,7 @@ import itertools
 import re
 from dataclasses import dataclass, field
 from enum import IntEnum
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -76,6 +76,7 @@ class Op(NamedTuple):
         return f"{self.stage}{self.kind.name}{self.microbatch}"
 
 
+@cache
 def parse_action(text: str) -> tuple[int, str, int]:
     """`3F17` -> (3, "F", 17). A missing microbatch is 0, as torch writes REDUCE_GRAD."""
     match = _TEXT.fullmatch(text)

@@ -33,13 +33,8 @@ FORMAT, VERSION = "atlas-timeline", 1
 
 _PROGRAM_ARRAYS = ("worker_ptr", "kind", "stage", "microbatch", "turn")
 _OP_ARRAYS = ("op_start_ns", "op_end_ns")
-_TRANSFER_ARRAYS = (
-    "transfer_ready_ns",
-    "transfer_start_ns",
-    "transfer_sent_ns",
-    "transfer_arrive_ns",
-    "transfer_link",
-)
+_TRANSFER_TIMES = ("transfer_ready_ns", "transfer_start_ns", "transfer_sent_ns", "transfer_arrive_ns")
+_TIMELINE_ARRAYS = (*_OP_ARRAYS, *_TRANSFER_TIMES, "transfer_link")
 
 
 def save_timeline(path: str | os.PathLike[str], timeline: Timeline) -> None:
@@ -52,7 +47,7 @@ def save_timeline(path: str | os.PathLike[str], timeline: Timeline) -> None:
             arrays[f"program.{field.name}"] = value
         else:
             program[field.name] = asdict(value) if isinstance(value, Memory) else value
-    for name in (*_OP_ARRAYS, *_TRANSFER_ARRAYS):
+    for name in _TIMELINE_ARRAYS:
         arrays[name] = getattr(timeline, name)
     header = {
         "format": FORMAT,
@@ -133,7 +128,7 @@ def _problem(timeline: Timeline) -> str | None:
     if not all(isinstance(count, int) and count >= 1 for count in counts):
         return f"its numbers of pipelines, stages, microbatches, iterations are {counts}"
     arrays = [getattr(program, name) for name in _PROGRAM_ARRAYS]
-    arrays += [getattr(timeline, name) for name in (*_OP_ARRAYS, *_TRANSFER_ARRAYS)]
+    arrays += [getattr(timeline, name) for name in _TIMELINE_ARRAYS]
     if not all(isinstance(a, np.ndarray) and a.ndim == 1 and a.dtype.kind == "i" for a in arrays):
         return "an array is not a row of integers"
     if not program.rank_dc or len(program.worker_ptr) != program.num_workers + 1:
@@ -143,7 +138,7 @@ def _problem(timeline: Timeline) -> str | None:
     by_op = (program.stage, program.microbatch, timeline.op_start_ns, timeline.op_end_ns)
     if any(len(array) != program.num_ops for array in by_op):
         return "its arrays of ops and of their times differ in length"
-    by_transfer = (program.turn, *(getattr(timeline, name) for name in _TRANSFER_ARRAYS))
+    by_transfer = (program.turn, *(getattr(timeline, name) for name in (*_TRANSFER_TIMES, "transfer_link")))
     if any(len(array) != program.num_transfers for array in by_transfer):
         return "its arrays of transfers differ in length"
     if program.num_pipelines * program.num_stages * program.num_slots > max(1, program.num_ops):
@@ -166,9 +161,6 @@ def _problem(timeline: Timeline) -> str | None:
 JOURNAL_FORMAT, JOURNAL_VERSION = "atlas-timeline-journal", 1
 LAST_STEPS = 20
 """Steps that are read back: enough to look at, for a run of any length."""
-
-_OPS = ("op_start_ns", "op_end_ns")
-_TRANSFERS = ("transfer_ready_ns", "transfer_start_ns", "transfer_sent_ns", "transfer_arrive_ns")
 
 
 # ---- the journal ---------------------------------------------------------------------------------------------------
@@ -222,7 +214,7 @@ class Journal:
         if timeline.program is not self._program:  # the first one, or training continues with another plan
             self._lines.append(_head(timeline))
             self._program = timeline.program
-        arrays = {name: _packed(getattr(timeline, name)) for name in (*_OPS, *_TRANSFERS)}
+        arrays = {name: _packed(getattr(timeline, name)) for name in (*_OP_ARRAYS, *_TRANSFER_TIMES)}
         self._lines.append({"step": step, **arrays})
 
     def close(self) -> None:
@@ -321,8 +313,8 @@ def _pass(program: Program, head: dict[str, Any], record: dict[str, Any]) -> Tim
         links=names,
         transfer_link=links,
         meta={**dict(head["meta"]), "last_step": int(record["step"])},
-        **{name: _unpacked(record[name], program.num_ops) for name in _OPS},
-        **{name: _unpacked(record[name], program.num_transfers) for name in _TRANSFERS},
+        **{name: _unpacked(record[name], program.num_ops) for name in _OP_ARRAYS},
+        **{name: _unpacked(record[name], program.num_transfers) for name in _TRANSFER_TIMES},
     )
 
 
@@ -350,7 +342,7 @@ def joined(timelines: Sequence[Timeline]) -> Timeline:
         rows = [getattr(timeline, name).reshape(first.program.transfer_shape) for timeline in timelines]
         return np.concatenate(rows, axis=3).ravel()
 
-    times: dict[str, Any] = {name: by_op(name) for name in _OPS}
-    times |= {name: by_transfer(name) - zero_ns for name in _TRANSFERS}
+    times: dict[str, Any] = {name: by_op(name) for name in _OP_ARRAYS}
+    times |= {name: by_transfer(name) - zero_ns for name in _TRANSFER_TIMES}
     links = by_transfer("transfer_link").astype(np.int32)
     return replace(timelines[-1], program=program, transfer_link=links, **times)

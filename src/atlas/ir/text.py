@@ -13,7 +13,6 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 
 import numpy as np
 
@@ -279,16 +278,11 @@ def _require_implied(number: int, tokens: list[str], actions: list[Action], impl
         )
 
 
-@cache
-def _parsed(token: str) -> Action:
-    return parse_action(token)
-
-
 def _action(number: int, token: str) -> Action:
     if len(token) > 40:
         raise _wrong(number, token[:40] + "…", "an op such as 3F17")
     try:
-        return _parsed(token)
+        return parse_action(token)
     except ProgramError as error:
         raise ProgramError(f"line {number}: {error}") from None
 
