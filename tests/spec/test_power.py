@@ -133,7 +133,7 @@ def test_bad_power_and_fabrics_are_refused(dc: dict[str, Any], said: str) -> Non
     [
         ("switch_watts: -3", "greater than or equal to 0"),
         ("optical_port_usd: -1", "greater than or equal to 0"),
-        ("swich_watts: 3", "no such part. Did you mean 'switch_watts'"),
+        ("swich_watts: 3", "unknown key. Did you mean 'switch_watts'"),
         ("- 3", "a mapping of keys"),
         ("optical_switch_ports: 31", "has 31 ports, and 16 nodes need 32"),
     ],

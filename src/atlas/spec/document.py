@@ -64,6 +64,18 @@ def shown(value: object) -> object:
     return value[:60] + "..." if isinstance(value, str) and len(value) > 60 else value
 
 
+def wrong(where: str | Path, key: str, rule: str, remedy: str, value: object = None) -> SpecError:
+    """An error about a file, or a line of it."""
+    return SpecError(where=str(where), key=key, value=shown(value), rule=rule, remedy=remedy)
+
+
+def part_of(data: Any, *keys: str) -> Any:
+    """What a document has at these keys; None where it has no such mappings."""
+    for key in keys:
+        data = data.get(key) if isinstance(data, dict) else None
+    return data
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """ "Did you mean X?", or the list of what there is."""
     names = list(known)
@@ -120,17 +132,13 @@ def parse_yaml(text: str, where: str) -> Document:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         at = f"{where}:{mark.line + 1}" if mark else where
-        raise _bad(at, "(YAML)", f"not valid YAML: {error.problem or error.context}", "Fix this line") from None
+        raise wrong(at, "(YAML)", f"not valid YAML: {error.problem or error.context}", "Fix this line") from None
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
         reason = " ".join(str(error).split())[:120]
-        raise _bad(where, "(YAML)", f"not valid YAML: {ascii(reason)[1:-1]}", "Is this a text file?") from None
+        raise wrong(where, "(YAML)", f"not valid YAML: {ascii(reason)[1:-1]}", "Is this a text file?") from None
     builder = _Builder(where)
     data = None if node is None else builder.build(node, ())
     return Document(data, builder.origins)
-
-
-def _bad(where: str, key: str, rule: str, remedy: str, value: object = None) -> SpecError:
-    return SpecError(where=where, key=key, value=shown(value), rule=rule, remedy=remedy)
 
 
 def _check_nesting(text: str, where: str) -> None:
@@ -143,7 +151,7 @@ def _check_nesting(text: str, where: str) -> None:
             depth -= 1
         if depth > MAX_DEPTH:
             at = f"{where}:{event.start_mark.line + 1}"
-            raise _bad(at, "(YAML)", f"nested deeper than {MAX_DEPTH} levels", "Flatten it")
+            raise wrong(at, "(YAML)", f"nested deeper than {MAX_DEPTH} levels", "Flatten it")
 
 
 class _Builder:
@@ -158,7 +166,7 @@ class _Builder:
         self.origins[keys] = at
         self.num_nodes += 1
         if self.num_nodes > MAX_NODES or len(keys) > MAX_DEPTH:
-            raise _bad(at, dotted(keys[:4]), "aliases make the file too large", "Write it without aliases")
+            raise wrong(at, dotted(keys[:4]), "aliases make the file too large", "Write it without aliases")
         if isinstance(node, yaml.ScalarNode):
             return self.scalar(node, keys, at)
         if isinstance(node, yaml.SequenceNode):
@@ -171,17 +179,17 @@ class _Builder:
         for key_node, value_node in node.value:
             at = f"{self.where}:{key_node.start_mark.line + 1}"
             if not isinstance(key_node, yaml.ScalarNode):
-                raise _bad(at, dotted(keys), "a key must be a plain word", "Write key: value")
+                raise wrong(at, dotted(keys), "a key must be a plain word", "Write key: value")
             key = key_node.value
             if key in result:
-                raise _bad(at, dotted((*keys, key)), "is written twice", "Keep one of the two")
+                raise wrong(at, dotted((*keys, key)), "is written twice", "Keep one of the two")
             result[key] = self.build(value_node, (*keys, key))
         return result
 
     def scalar(self, node: yaml.ScalarNode, keys: Keys, at: str) -> Any:
         text, kind = node.value, node.tag.rsplit(":", 1)[-1]
         if not node.tag.startswith("tag:yaml.org,2002:"):
-            raise _bad(at, dotted(keys), f"the tag {node.tag[:40]!r} is not allowed", "Write a plain value")
+            raise wrong(at, dotted(keys), f"the tag {node.tag[:40]!r} is not allowed", "Write a plain value")
         if node.style is not None or kind not in ("null", "bool", "int", "float", "str", "timestamp"):
             return text
         if kind == "null":
@@ -212,7 +220,7 @@ def apply_override(document: Document, text: str) -> Document:
     of_link = keys[-1] == "model" and len(keys) > 1
     if isinstance(value, str) and (keys[-1] in PATH_KEYS or of_link or keys == ("cluster",)):
         value = str(Path.cwd() / value)
-    data = _replaced(document.data, keys, value)
+    data = replaced(document.data, keys, value)
     origins = {k: at for k, at in document.origins.items() if k[: len(keys)] != keys}
     made = {keys[:end]: where for end in range(1, len(keys) + 1) if keys[:end] not in origins}
     return Document(data, {**origins, **made})
@@ -279,16 +287,16 @@ def _names(item: Any) -> list[str]:
     return [str(item[key]) for key in ("name", "dc") if key in item]
 
 
-def _replaced(data: Any, keys: Keys, value: Any) -> Any:
+def replaced(data: Any, keys: Keys, value: Any) -> Any:
     """A copy of the data with one place changed; what is missing on the way is made."""
     if not keys:
         return value
     first, rest = keys[0], keys[1:]
     if isinstance(first, int):
-        return [_replaced(item, rest, value) if i == first else item for i, item in enumerate(data)]
+        return [replaced(item, rest, value) if i == first else item for i, item in enumerate(data)]
     result = dict(data or {})
     if not rest and value is None:
         result.pop(first, None)
         return result
-    result[first] = _replaced(result.get(first), rest, value)
+    result[first] = replaced(result.get(first), rest, value)
     return result

@@ -12,9 +12,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError
 
-from atlas.errors import SpecError
-from atlas.spec.document import nearest, read_yaml
+from atlas.spec.document import read_yaml, wrong
 from atlas.spec.fields import Count, Flag, Frozen, NonNegative, Text
+from atlas.spec.refusal import refusal
 
 Kind = Literal["rail", "fat-tree", "flat-rail", "photonic"]
 KINDS: tuple[Kind, ...] = ("rail", "fat-tree", "flat-rail", "photonic")
@@ -106,21 +106,11 @@ def parts_of(fabric: Fabric, gbps_per_gpu: float) -> FabricParts:
 def _read_parts(path: str, built_in: FabricParts) -> FabricParts:
     document = read_yaml(Path(path), key="parts")
     if not isinstance(document.data, dict):
-        rule, remedy = "a parts file is a mapping of keys", "Write, for example, switch_watts: 2524"
-        raise SpecError(where=path, key="parts", rule=rule, remedy=remedy)
-    for key in document.data:
-        if key not in FabricParts.model_fields:
-            at = document.origin((key,), path)
-            raise SpecError(
-                where=at, key=str(key)[:80], rule="no such part", remedy=nearest(key, FabricParts.model_fields)
-            )
+        raise wrong(path, "parts", "a parts file is a mapping of keys", "Write, for example, switch_watts: 2524")
+    stated = {"source": path, "date": "not stated", **document.data}
     try:
-        stated = {"source": path, "date": "not stated", **document.data}
         return FabricParts.model_validate({**built_in.model_dump(), **stated})
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        key = str(first["loc"][0])
-        rule = first["msg"].replace("Input should", "should")
-        at = document.origin((key,), path)
+        known = list(FabricParts.model_fields)
         remedy = "Watts and dollars are 0 or more"
-        raise SpecError(where=at, key=key, value=str(first["input"])[:60], rule=rule, remedy=remedy) from None
+        raise refusal(error, lambda keys: document.origin(keys, path), lambda _: known, remedy) from None

@@ -9,8 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from atlas.errors import SpecError
-from atlas.spec.document import read_json, shown
+from atlas.spec.document import read_json, wrong
 
 ALIASES: dict[str, tuple[str, ...]] = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
@@ -52,22 +51,20 @@ def dimensions(path: Path, key: str = "model.config") -> dict[str, Any]:
     path = path / "config.json" if path.is_dir() else path
     config = read_json(path, key=key, max_bytes=1024 * 1024)
     if not isinstance(config, dict):
-        raise _bad(path, key, shown(config), "is not the config of a model", "Name a Hugging Face config.json")
+        raise wrong(path, key, "is not the config of a model", "Name a Hugging Face config.json", config)
     if isinstance(config.get("text_config"), dict):  # multimodal models wrap their decoder
         config = {**config, **config["text_config"]}
     experts = next((name for name in EXPERTS if config.get(name)), None)
     if experts is not None and config[experts] != 1:
-        raise _bad(path, experts, shown(config[experts]), "mixtures of experts are not priced", "Use a dense model")
+        raise wrong(path, experts, "mixtures of experts are not priced", "Use a dense model", config[experts])
     kind = str(config.get("model_type", "")).lower()
     if (reason := _unsupported(config, kind)) is not None:
-        raise _bad(path, "model_type", kind or None, reason, "Use a dense decoder, such as Llama, Qwen or GPT")
+        raise wrong(path, "model_type", reason, "Use a dense decoder, such as Llama, Qwen or GPT", kind or None)
     found = {name: _first(config, aliases) for name, aliases in ALIASES.items()}
     missing = [name for name in REQUIRED if found[name] is None]
     if missing:
-        names = " or ".join(ALIASES[missing[0]])
-        raise _bad(
-            path, ALIASES[missing[0]][0], None, f"the config has no {names}", f"Write model.{missing[0]} beside it"
-        )
+        names = ALIASES[missing[0]]
+        raise wrong(path, names[0], f"the config has no {' or '.join(names)}", f"Write model.{missing[0]} beside it")
     found["family"] = "gpt" if kind in TWO_MATRICES else "llama"
     if found["tied_embeddings"] is None and kind in TIED_BY_DEFAULT:
         found["tied_embeddings"] = True
@@ -94,7 +91,3 @@ def _unsupported(config: dict[str, Any], kind: str) -> str | None:
 
 def _first(config: dict[str, Any], aliases: tuple[str, ...]) -> Any:
     return next((config[alias] for alias in aliases if config.get(alias) is not None), None)
-
-
-def _bad(path: Path, key: str, value: object, rule: str, remedy: str) -> SpecError:
-    return SpecError(where=str(path), key=key, value=value, rule=rule, remedy=remedy)

@@ -14,7 +14,17 @@ from pydantic import ValidationError
 
 from atlas.errors import InfeasibleError, SpecError
 from atlas.spec.batch import batch_sequences
-from atlas.spec.document import Document, Keys, apply_override, dotted, nearest, read_yaml, shown
+from atlas.spec.document import (
+    Document,
+    Keys,
+    apply_override,
+    dotted,
+    nearest,
+    part_of,
+    read_yaml,
+    replaced,
+    wrong,
+)
 from atlas.spec.fabric import Fabric
 from atlas.spec.fields import Frozen
 from atlas.spec.gpus import ALIASES, GPUS, Calibration, Gpu
@@ -103,24 +113,19 @@ def finished(document: Document, overrides: Sequence[str], where: str, *, to_pla
         return document.origin(keys, where)
 
     left_open: tuple[str, ...] = ()
-    if isinstance(document.data, dict):
-        left_open = tuple(key for key in OPEN if document.data.get(key) is None)
-        document = Document({**document.data, **{key: OPEN[key] for key in left_open}}, document.origins)
     powered: tuple[str, ...] = ()
     if isinstance(document.data, dict):
+        left_open = tuple(key for key in OPEN if document.data.get(key) is None)
         cluster, powered = _with_nodes(document.data.get("cluster"))
-        document = Document({**document.data, "cluster": cluster}, document.origins)
+        chosen = {key: OPEN[key] for key in left_open}
+        document = Document({**document.data, **chosen, "cluster": cluster}, document.origins)
     job = _validated(Job, document.data, origin)
     job = job.model_copy(update={"cluster": _powered(job.cluster, powered)}) if powered else job
     if left_open and not to_plan:
         raise _only_to_plan(job, left_open, where)
     if "num_microbatches" in left_open and job.batch is None:
-        raise SpecError(
-            where=where,
-            key="batch",
-            rule="is required and missing: a plan needs the batch of one iteration",
-            remedy="Add batch: 1M (tokens) or batch: 512 sequences",
-        )
+        rule = "is required and missing: a plan needs the batch of one iteration"
+        raise wrong(where, "batch", rule, "Add batch: 1M (tokens) or batch: 512 sequences")
     job._where, job._left_open, job._powered = where, left_open, powered
     job._files = _files(job, document)
     _check(_rules(job, origin))
@@ -135,12 +140,10 @@ def _with_bases(document: Document, path: Path) -> Document:
         base = chain[-1].data.pop("base")
         at = chain[-1].origin(("base",), str(path))
         if not isinstance(base, str):
-            raise SpecError(where=at, key="base", value=shown(base), rule="is not a file", remedy="Name a job file")
+            raise wrong(at, "base", "is not a file", "Name a job file", base)
         chain.append(_read(Path(base), "base"))
         if len(seen) > MAX_BASES or os.path.realpath(base) in seen:
-            raise SpecError(
-                where=at, key="base", value=shown(base), rule="base files form a cycle", remedy="Remove this base"
-            )
+            raise wrong(at, "base", "base files form a cycle", "Remove this base", base)
         seen.append(os.path.realpath(base))
     merged = Document(chain[-1].data, dict(chain[-1].origins))
     for document in reversed(chain[:-1]):
@@ -162,7 +165,7 @@ def _read(path: Path, key: str, at: Keys = ()) -> Document:
 def _anchored(document: Document, path: Path, key: str, at: Keys = ()) -> Document:
     if not isinstance(document.data, dict):
         rule = f"a {key} is a mapping of keys, this is {'empty' if document.data is None else 'not one'}"
-        raise SpecError(where=str(path), key=key, rule=rule, remedy="Start from a file in examples/")
+        raise wrong(path, key, rule, "Start from a file in examples/")
     _anchor({"cluster": document.data} if at else document.data, path.absolute().parent)
     return Document(document.data, {(*at, *keys): line for keys, line in document.origins.items()})
 
@@ -178,19 +181,22 @@ def _anchor(data: dict[str, Any], folder: Path) -> None:
         anchor(data, key)
     anchor(data.get("model"), "config")
     cluster = data.get("cluster")
-    if isinstance(cluster, dict):
-        links = cluster.get("links")
-        for holder in [cluster.get("wan"), *(links if isinstance(links, list) else [])]:
-            anchor(holder, "trace")
-            anchor(holder, "model")
-        dcs = cluster.get("datacenters")
-        for dc in dcs if isinstance(dcs, list) else []:
-            anchor(dc.get("fabric") if isinstance(dc, dict) else None, "parts")
+    for holder in [part_of(cluster, "wan"), *_list_of(cluster, "links")]:
+        anchor(holder, "trace")
+        anchor(holder, "model")
+    for dc in _list_of(cluster, "datacenters"):
+        anchor(part_of(dc, "fabric"), "parts")
+
+
+def _list_of(data: Any, *keys: str) -> list[Any]:
+    """A list in plain data that is not validated yet; empty where there is none."""
+    found = part_of(data, *keys)
+    return found if isinstance(found, list) else []
 
 
 def _with_cluster(document: Document) -> Document:
     """`cluster: file.yaml` replaced by what the file holds."""
-    if not isinstance(document.data, dict) or not isinstance(document.data.get("cluster"), str):
+    if not isinstance(part_of(document.data, "cluster"), str):
         return document
     cluster = _read(Path(document.data["cluster"]), "cluster", ("cluster",))
     return Document({**document.data, "cluster": cluster.data}, {**document.origins, **cluster.origins})
@@ -198,10 +204,10 @@ def _with_cluster(document: Document) -> Document:
 
 def _with_dimensions(document: Document) -> Document:
     """The job with the dimensions of `model.config`; keys of the job take precedence."""
-    model = document.data.get("model") if isinstance(document.data, dict) else None
-    if not isinstance(model, dict) or not isinstance(model.get("config"), str):
+    config = part_of(document.data, "model", "config")
+    if not isinstance(config, str):
         return document
-    found = {**dimensions(Path(model["config"])), **model}
+    found = {**dimensions(Path(config)), **document.data["model"]}
     return Document({**document.data, "model": found}, document.origins)
 
 
@@ -217,17 +223,17 @@ def _only_to_plan(job: Job, left_open: tuple[str, ...], where: str) -> SpecError
 
 def _with_gpu_names(document: Document) -> Document:
     """Other names of built-in GPU types replaced, unless the cluster defines a type of that name."""
-    cluster = document.data.get("cluster") if isinstance(document.data, dict) else None
-    if not isinstance(cluster, dict) or not isinstance(cluster.get("datacenters"), list):
+    keys = "cluster", "datacenters"
+    if not (dcs := _list_of(document.data, *keys)):
         return document
-    own: Any = cluster.get("gpus") if isinstance(cluster.get("gpus"), dict) else {}
+    own = part_of(document.data, "cluster", "gpus")
 
     def named(dc: Any) -> Any:
-        gpu = dc.get("gpu") if isinstance(dc, dict) else None
-        return {**dc, "gpu": ALIASES[gpu]} if isinstance(gpu, str) and gpu in ALIASES and gpu not in own else dc
+        gpu = part_of(dc, "gpu")
+        is_alias = isinstance(gpu, str) and gpu in ALIASES and part_of(own, gpu) is None
+        return {**dc, "gpu": ALIASES[gpu]} if is_alias else dc
 
-    dcs = [named(dc) for dc in cluster["datacenters"]]
-    return Document({**document.data, "cluster": {**cluster, "datacenters": dcs}}, document.origins)
+    return Document(replaced(document.data, keys, [named(dc) for dc in dcs]), document.origins)
 
 
 def _files(job: Job, document: Document) -> tuple[str, ...]:
@@ -241,8 +247,7 @@ def _files(job: Job, document: Document) -> tuple[str, ...]:
 
 def _with_nodes(cluster: Any) -> tuple[Any, tuple[str, ...]]:
     """A number of nodes for each datacenter that states its power instead, and the names of these datacenters."""
-    dcs = cluster.get("datacenters") if isinstance(cluster, dict) else None
-    if not isinstance(dcs, list):
+    if not (dcs := _list_of(cluster, "datacenters")):
         return cluster, ()
     open_ = [isinstance(dc, dict) and dc.get("nodes") is None and dc.get("power_kw") is not None for dc in dcs]
     filled = [{**dc, "nodes": 1} if is_open else dc for dc, is_open in zip(dcs, open_, strict=True)]
@@ -274,15 +279,15 @@ def _validated(kind: type[M], data: Any, where: Where, section: tuple[str, ...] 
 
 def _unknown_gpus(data: Any, where: Where, section: tuple[str, ...]) -> list[SpecError]:
     """In a file that cannot be validated: unknown GPU types."""
-    cluster = data if section else data.get("cluster") if isinstance(data, dict) else None
-    dcs = cluster.get("datacenters") if isinstance(cluster, dict) else None
-    own = cluster.get("gpus") if isinstance(cluster, dict) else None
+    cluster = data if section else part_of(data, "cluster")
+    own = part_of(cluster, "gpus")
+    own = own if isinstance(own, dict) else {}
     found = []
-    for i, dc in enumerate(dcs if isinstance(dcs, list) else []):
-        gpu = dc.get("gpu") if isinstance(dc, dict) else None
-        if isinstance(gpu, str) and gpu not in GPUS and gpu not in (own if isinstance(own, dict) else {}):
+    for i, dc in enumerate(_list_of(cluster, "datacenters")):
+        gpu = part_of(dc, "gpu")
+        if isinstance(gpu, str) and gpu not in GPUS and gpu not in own:
             keys: Keys = ("cluster", "datacenters", i, "gpu")
-            found.append(unknown_gpu(gpu, own or {}, where(keys[len(section) :]), dotted(keys)))
+            found.append(unknown_gpu(gpu, own, where(keys[len(section) :]), dotted(keys)))
     return found
 
 

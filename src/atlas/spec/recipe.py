@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError
 
 from atlas.errors import SpecError
-from atlas.spec.document import Document, Keys, read_yaml
+from atlas.spec.document import Document, Keys, part_of, read_yaml, replaced, wrong
 from atlas.spec.fields import Flag, Frozen, Name, Positive, Text
 from atlas.spec.refusal import refusal
 
@@ -32,7 +32,7 @@ OBJECT_STORE = "s3://"
 WORDS: dict[Keys, str] = {("model",): "job", ("data", "shards"): "shipped"}
 """Values that are no path, by key."""
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]+:/")
-PATHS: tuple[Keys, ...] = (
+PATHS: tuple[tuple[str, ...], ...] = (
     ("model",),
     ("data", "shards"),
     ("checkpoints", "folder"),
@@ -239,45 +239,34 @@ def _read(path: Path) -> Document:
         rule = f"a recipe is a mapping of keys, this is {'empty' if document.data is None else 'not one'}"
         raise SpecError(where=str(path), key="recipe", rule=rule, remedy="Start from examples/recipe.yaml")
     for keys in PATHS:
-        holder: Any = document.data
-        for key in keys[:-1]:
-            holder = holder.get(key) if isinstance(holder, dict) else None
-        text = holder.get(keys[-1]) if isinstance(holder, dict) else None
+        text = part_of(document.data, *keys)
         if isinstance(text, str) and text and text != WORDS.get(keys) and not _SCHEME.match(text):
-            holder[keys[-1]] = str(path.absolute().parent / text)
+            document.data = replaced(document.data, keys, str(path.absolute().parent / text))
     return document
 
 
-def _with_flag(document: Document, keys: Keys, value: Any) -> Document:
-    data = dict(document.data)
-    holder = data
-    for key in keys[:-1]:
-        inside = holder.get(key)
-        holder[key] = dict(inside) if isinstance(inside, dict) else {} if inside is None else inside
-        if not isinstance(inside, dict | None):
-            return document  # the file is wrong there, and validation says so
-        holder = holder[key]
-    holder[keys[-1]] = value
-    return Document(data, {**document.origins, keys: "command line"})
+def _with_flag(document: Document, keys: tuple[str, ...], value: Any) -> Document:
+    if not isinstance(part_of(document.data, *keys[:-1]), dict | None):
+        return document  # the file is wrong there, and validation says so
+    return Document(replaced(document.data, keys, value), {**document.origins, keys: "command line"})
 
 
 def _check(recipe: Recipe, document: Document, where: str) -> None:
     """Rules that more than one key takes part in, and that of URLs."""
-    folder, keys = recipe.checkpoints.folder, ("checkpoints", "folder")
+    folder, rate = recipe.checkpoints.folder, recipe.learning_rate
+
+    def bad(section: str, key: str, value: object, rule: str, remedy: str) -> SpecError:
+        return wrong(document.origin((section, key), where), f"{section}.{key}", rule, remedy, value)
+
     if folder and _SCHEME.match(folder) and not folder.startswith(OBJECT_STORE):
         rule = "the only object store is s3://BUCKET/PREFIX"
-        where = document.origin(keys, where)
-        raise SpecError(where=where, key=".".join(keys), value=folder, rule=rule, remedy="Write that, or a folder")
-    rate = recipe.learning_rate
-
-    def bad(key: str, value: object, rule: str, remedy: str) -> SpecError:
-        at = document.origin(("learning_rate", key), where)
-        return SpecError(where=at, key=f"learning_rate.{key}", value=value, rule=rule, remedy=remedy)
-
+        raise bad("checkpoints", "folder", folder, rule, "Write that, or a folder")
     if rate.decay != "constant" and rate.warmup >= recipe.steps:
         rule = f"a {rate.decay} decay begins after the warm-up, and the run has {recipe.steps} steps"
-        raise bad("warmup", rate.warmup, rule, "Train longer, or warm up for fewer steps")
+        raise bad("learning_rate", "warmup", rate.warmup, rule, "Train longer, or warm up for fewer steps")
     if rate.peak is not None and rate.decay != "constant" and rate.final > rate.peak:
-        raise bad("final", rate.final, f"must not exceed learning_rate.peak ({rate.peak:g})", "Lower it")
+        rule = f"must not exceed learning_rate.peak ({rate.peak:g})"
+        raise bad("learning_rate", "final", rate.final, rule, "Lower it")
     if rate.decay == "constant" and rate.final:
-        raise bad("final", rate.final, "has an effect with a decay only", "Write decay: cosine, or remove it")
+        rule = "has an effect with a decay only"
+        raise bad("learning_rate", "final", rate.final, rule, "Write decay: cosine, or remove it")

@@ -12,8 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from atlas.errors import SpecError
-from atlas.spec.document import dotted, read_json, read_text, shown
+from atlas.spec.document import dotted, read_json, read_text, wrong
 
 MAX_ROWS = 1_000_000
 MAX_VALUE = 1e9
@@ -31,13 +30,13 @@ def read_trace(path: Path, key: str = "trace") -> tuple[TraceRow, ...]:
     """The rows of a trace file, the first at time 0, times ascending, rates positive."""
     raw = read_json(path, key=key) if path.suffix.lower() == ".json" else _csv_rows(path, key)
     if not isinstance(raw, list) or not 0 < len(raw) <= MAX_ROWS:
-        raise _bad(path, key, shown(raw), "a trace is a list of at least one row", "Write time_s, rate in each row")
+        raise wrong(path, key, "a trace is a list of at least one row", "Write time_s, rate in each row", raw)
     rows = tuple(_row(path, i, item) for i, item in enumerate(raw))
     if rows[0].time_s != 0:
-        raise _bad(path, "row 0.time_s", rows[0].time_s, "the first row must be at time 0", "Add a row for time 0")
+        raise wrong(path, "row 0.time_s", "the first row must be at time 0", "Add a row for time 0", rows[0].time_s)
     for i, (before, after) in enumerate(pairwise(rows)):
         if after.time_s <= before.time_s:
-            raise _bad(path, f"row {i + 1}.time_s", after.time_s, f"times ascend (before: {before.time_s})", "Sort it")
+            raise wrong(path, f"row {i + 1}.time_s", f"times ascend (before: {before.time_s})", "Sort it", after.time_s)
     return rows
 
 
@@ -46,16 +45,16 @@ def _csv_rows(path: Path, key: str) -> list[dict[str, Any]]:
     try:
         return [dict(row) for row in csv.DictReader(lines, skipinitialspace=True)]
     except csv.Error as error:
-        raise _bad(path, key, None, f"is not CSV ({error})", "Write time_s,rate,extra_latency_ms") from None
+        raise wrong(path, key, f"is not CSV ({error})", "Write time_s,rate,extra_latency_ms") from None
 
 
 def _row(path: Path, index: int, item: Any) -> TraceRow:
     if not isinstance(item, dict):
-        raise _bad(path, f"row {index}", shown(item), "a row has keys", "Write time_s, rate, extra_latency_ms")
+        raise wrong(path, f"row {index}", "a row has keys", "Write time_s, rate, extra_latency_ms", item)
     unknown = [k for k in item if k not in TraceRow._fields]
     if unknown:
         known = ", ".join(TraceRow._fields)
-        raise _bad(path, f"row {index}.{dotted((str(unknown[0]),))}", None, "unknown column", f"Columns are {known}")
+        raise wrong(path, f"row {index}.{dotted((str(unknown[0]),))}", "unknown column", f"Columns are {known}")
     return TraceRow(
         _number(path, index, item, "time_s", minimum=0.0),
         _number(path, index, item, "rate", minimum=1e-6),
@@ -70,9 +69,5 @@ def _number(path: Path, index: int, item: dict[str, Any], column: str, minimum: 
         value = math.nan
     if not minimum <= value <= MAX_VALUE:
         rule = f"must be a number from {minimum:g} to {MAX_VALUE:g}"
-        raise _bad(path, f"row {index}.{column}", shown(item.get(column)), rule, "Fix this row")
+        raise wrong(path, f"row {index}.{column}", rule, "Fix this row", item.get(column))
     return value
-
-
-def _bad(path: Path, key: str, value: object, rule: str, remedy: str) -> SpecError:
-    return SpecError(where=str(path), key=key, value=value, rule=rule, remedy=remedy)
