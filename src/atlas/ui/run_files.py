@@ -127,11 +127,10 @@ class FolderFollower:
         self._journal = JournalTail(timeline or folder / TIMELINE, last=MAX_ITERATIONS)
         self._timelines = _Tail(timeline or folder / TIMELINE)
         log = found.log if found is not None and found.log is not None else folder / STEPS
-        self._steps = _Tail(log if source.is_dir() else folder / "none")
-        self._events, self._record = _Tail(folder / EVENTS), folder / "run.json"
+        # Beside a timeline file that is given alone there may be files of another run.
+        names = (log, folder / EVENTS, folder / "run.json") if source.is_dir() else [folder / "none"] * 3
+        self._steps, self._events, self._record = _Tail(names[0]), _Tail(names[1]), names[2]
         self._record_time = 0
-        if not source.is_dir():
-            self._events, self._record = _Tail(folder / "none"), folder / "none"
         self._begin(found.job if found is not None else folder / JOB, folder)
 
     def _begin(self, job_file: Path | None, folder: Path) -> None:

@@ -106,11 +106,7 @@ class WhatIfDesk:
     # ---- questions ---------------------------------------------------------------------------------------------------
     def sliders(self, data: Mapping[str, Any]) -> dict[str, Any]:
         """What the page needs to draw its sliders."""
-        links = self.job.cluster.links
-        wan = self.job.cluster.wan
-        rates = [link.pair_gbps or wan.pair_gbps for link in links] if links else [wan.pair_gbps]
-        found = [wan.latency_ms if link.latency_ms is None else link.latency_ms for link in links or ()]
-        delays = [delay for delay in found or [wan.latency_ms] if delay is not None] or [0.0]
+        rates, delays = ([*_links(self.job, key).values()] or [0.0] for key in ("pair_gbps", "latency_ms"))
         return {
             "base": vars(self.base),
             "gbps": [min(rates), max(rates)],
@@ -167,8 +163,9 @@ class WhatIfDesk:
 
     def overrides(self, values: SliderValues) -> list[str]:
         """The `--set` of these sliders; empty where nothing is changed."""
-        found = [*_links(self.job, "pair_gbps", values.bandwidth), *_links(self.job, "trunk_gbps", values.bandwidth)]
-        found += _links(self.job, "latency_ms", values.latency)
+        factors = {"pair_gbps": values.bandwidth, "trunk_gbps": values.bandwidth, "latency_ms": values.latency}
+        changed = [(key, factor) for key, factor in factors.items() if factor != 1.0]
+        found = [f"{path}={now * factor:.8g}" for key, factor in changed for path, now in _links(self.job, key).items()]
         if values.microbatches != self.base.microbatches:
             found.append(f"num_microbatches={values.microbatches}")
         if (values.pipelines, values.cells) != (self.base.pipelines, self.base.cells):
@@ -243,22 +240,10 @@ def _named(header: Mapping[str, Any], words: str) -> dict[str, Any]:
     return {**described, "name": f"{words}: {described['name']}"}
 
 
-def _links(job: Job, key: str, factor: float) -> list[str]:
-    """Overrides that multiply one key of every link."""
-    if factor == 1.0:
-        return []
+def _links(job: Job, key: str) -> dict[str, float]:
+    """One figure of every link that has it, by the key that `--set` changes."""
     wan, links = job.cluster.wan, job.cluster.links
-    default = getattr(wan, key)
-    if links is None:
-        return [] if default is None else [f"cluster.wan.{key}={_text(default * factor)}"]
-    found = []
-    for k, link in enumerate(links):
-        own = getattr(link, key)
-        value = default if own is None else own
-        if value is not None:
-            found.append(f"cluster.links[{k}].{key}={_text(value * factor)}")
-    return found
-
-
-def _text(value: float) -> str:
-    return f"{value:.8g}"
+    found = {f"cluster.links[{k}].{key}": getattr(link, key) for k, link in enumerate(links or ())}
+    own = found if links is not None else {f"cluster.wan.{key}": None}
+    filled = {path: getattr(wan, key) if value is None else value for path, value in own.items()}
+    return {path: value for path, value in filled.items() if value is not None}
