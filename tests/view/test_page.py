@@ -214,6 +214,16 @@ def test_a_long_run_opens_at_one_step_with_marks(browser: Any, tmp_path: Path) -
 
 
 @pytest.mark.browser
+def test_a_long_run_beside_a_short_one_opens_where_both_are_drawn(browser: Any, tmp_path: Path) -> None:
+    short = job()
+    write_page(tmp_path / "p.html", [short, long_job(12)])
+    page, complaints = opened(browser, tmp_path / "p.html")
+    assert page.evaluate("atlas.view.t0") < short.makespan_ns / 2
+    assert complaints == []
+    page.close()
+
+
+@pytest.mark.browser
 def test_a_click_pins_a_span_a_search_finds_an_op_and_a_range_has_statistics(browser: Any, tmp_path: Path) -> None:
     both = [job(4, 3, 12), job(4, 3, 12, sharing=True, name="atlas")]
     write_page(tmp_path / "p.html", both)

@@ -5,12 +5,12 @@ const inspected = { pin: null, range: null, matches: [], at: -1 };
 
 // ---- one step ---------------------------------------------------------------------------------------------------
 
-/** Shows the step at the middle of the view (at first: of the run), of the first schedule that has several. */
-function showStep() {
+/** Shows the step at a time, by default at the middle of the view, of the first schedule that has several. */
+function showStep(t = (view.t0 + view.t1) / 2) {
   const s = view.schedules.find(one => one.steps.length > 1);
   if (!s) return;
-  const middle = Math.min((view.t0 + view.t1) / 2, s.makespan * 0.999);
-  const k = Math.max(0, s.steps.findIndex(end => end > middle)), from = k ? s.steps[k - 1] : 0, air = (s.steps[k] - from) * 0.01;
+  const inside = Math.min(t, s.makespan * 0.999);
+  const k = Math.max(0, s.steps.findIndex(end => end > inside)), from = k ? s.steps[k - 1] : 0, air = (s.steps[k] - from) * 0.01;
   show(from - air, s.steps[k] + air);
 }
 

@@ -262,13 +262,16 @@ function layOutSchedules(schedules) {
   return many;
 }
 
+/** One step at the middle of the run; of the shortest run, so that every schedule has something to show. */
+const showFirst = () => showStep(Math.min(...view.schedules.map(s => s.makespan)) / 2);
+
 /** Draws the schedules of HEAD for the first time. `texts`: the packed spans of each. */
 async function openRun(texts) {
   plot = $("plot"); over = $("over"); overview = $("overview");
   const many = layOutSchedules(await Promise.all(texts.map((text, k) => loadSchedule(k, text))));
   view.t1 = view.extent;
   setTheme(matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
-  fitRows(many); listen(); showStep(); redraw();
+  fitRows(many); listen(); showFirst(); redraw();
   // For tests and for the browser's console.
   window.atlas = { view, frames, toX, toT, rowBox, inspected, spanName, zoomAt, show, foldAll, setRowHeight, drawAll, setTheme };
   document.documentElement.dataset.ready = "yes";
@@ -290,6 +293,6 @@ async function replaceRun(header, texts) {
     for (const s of schedules) for (const g of s.groups) g.folded = folded.get(s.source + g.name) ?? g.folded;
     layOut();
     if (whole) show(0, view.extent);
-  } else { view.scroll = 0; fitRows(many); show(0, view.extent); showStep(); }
+  } else { view.scroll = 0; fitRows(many); show(0, view.extent); showFirst(); }
   fillHeader(view.schedules); redraw();
 }
