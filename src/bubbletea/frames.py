@@ -85,12 +85,13 @@ class WireFrame(NamedTuple):
     """Of the whole frame, as it was received."""
 
 
-def pack(kind: int, fields: Mapping[str, Any], payload: Payload = b"") -> bytes:
-    """Head and fields; the payload is sent after them unchanged."""
+def pack(kind: int, fields: Mapping[str, Any], payload: Payload = b"", *, is_first: bool = False) -> bytes:
+    """Head and fields; the payload is sent after them unchanged. `is_first`: in the format of release 1, as all frames
+    of the handshake."""
     text = json.dumps(fields, separators=(",", ":")).encode()
     if len(text) > MAX_FIELDS_BYTES or len(payload) > MAX_PAYLOAD_BYTES:
         raise WorkerError(f"a frame of {len(text)} and {len(payload)} bytes is larger than the receiver accepts")
-    is_first = kind <= WELCOME
+    is_first = is_first or kind <= WELCOME
     head = _HEAD.pack(FIRST if is_first else MAGIC, kind, len(text), len(payload), 0)[:-4]
     body = b"" if is_first else _BODY.pack(_checksum(text, payload, fields))
     return head + struct.pack("!I", zlib.crc32(head)) + body + text
@@ -107,13 +108,6 @@ def _checked(kind: int, text: bytes | memoryview, payload: Payload, checksum: Pa
     if kind > WELCOME and _BODY.unpack(checksum)[0] != _checksum(text, payload, fields):
         raise WorkerError("a frame was damaged on the way")
     return fields
-
-
-def pack_first(kind: int, fields: Mapping[str, Any]) -> bytes:
-    """In the format of release 1."""
-    text = json.dumps(fields, separators=(",", ":")).encode()
-    head = _HEAD.pack(FIRST, kind, len(text), 0, 0)[:-4]
-    return head + struct.pack("!I", zlib.crc32(head)) + text
 
 
 def _sizes(head: bytes, max_fields: int, max_payload: int) -> tuple[int, int, int]:

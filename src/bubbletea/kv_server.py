@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from atlas.errors import AtlasError, WorkerError
-from bubbletea.frames import FrameServer, OlderReleaseError, WireFrame, pack_first, receive_async, send, write
+from bubbletea.frames import FrameServer, OlderReleaseError, WireFrame, pack, receive_async, send, write
 from bubbletea.kv_blocks import END, FETCH, GONE, KV, PLACE, PLACES, READ, RELEASE, KvBlock, pack_block
 from bubbletea.nixl_plane import is_installed, offer
 
@@ -120,7 +120,7 @@ class KvServer(FrameServer):
                 async with asyncio.timeout(IDLE_S):
                     frame = await receive_async(reader, max_payload=0)
             except OlderReleaseError:
-                writer.write(pack_first(GONE, {"why": UPDATE}))
+                writer.write(pack(GONE, {"why": UPDATE}, is_first=True))
                 await writer.drain()
                 return
             blocks = await self._answer(frame, writer)

@@ -22,7 +22,7 @@ from prefill_samples import LLAMA
 from atlas.errors import AtlasError, WorkerError
 from atlas.wan.security.certs import make_ca, make_node
 from atlas.wan.security.credentials import Credentials, Security
-from bubbletea.frames import PROOF, WireFrame, greet, pack, pack_first, receive, send
+from bubbletea.frames import PROOF, WireFrame, greet, pack, receive, send
 from bubbletea.handoff.fetch import Caller, Fetcher
 from bubbletea.handoff.kv_store import KvStore
 from bubbletea.handoff.remote_parts import RemotePart, Ticket, transfer_params
@@ -145,7 +145,7 @@ def test_an_older_connector_is_told_to_be_updated() -> None:
     def talk(kv_server: KvServer) -> None:
         with socket.create_connection(kv_server.address, 5) as sock:
             greet(sock, "secret", {})
-            sock.sendall(pack_first(FETCH, {"ticket": "t1", "start": 0, "stop": 40, "layers": []}))
+            sock.sendall(pack(FETCH, {"ticket": "t1", "start": 0, "stop": 40, "layers": []}, is_first=True))
             said = sock.makefile("rb").read()
         assert said.startswith(b"BTF1")
         assert b"update the package atlas-bubbletea in the engine's environment" in said
