@@ -59,7 +59,7 @@ def start(args: argparse.Namespace) -> int:
         )
     _require_device(args)
     _require_keys(args)
-    served = _served(args)
+    served = Served.of_folder(args.model or TINY, args.dtype)
     settings = ServiceSettings(
         name=args.name or (args.model or TINY).resolve().name,
         served=served,
@@ -77,7 +77,7 @@ def start(args: argparse.Namespace) -> int:
     keys = Keys.read(args.keys) if args.keys else Keys.open_to_all()
     token = _token(args)
     trains = args.plan is not None
-    windows = _training(args) if trains else _alone(args)
+    windows = _training(args, served) if trains else _alone(args, served)
     workers_at = WorkersAt(args.workers_host, args.workers_port, _security(args)) if trains else None
     parts = assemble(settings, windows, keys, token)
     where = Where(args.host, args.port, args.handoff_port, args.handoff_anywhere, args.drain, workers_at)
@@ -180,18 +180,14 @@ def _security(args: argparse.Namespace) -> Security | None:
     return security
 
 
-def _served(args: argparse.Namespace) -> Served:
-    return Served.of_folder(args.model or TINY, args.dtype)
-
-
-def _alone(args: argparse.Namespace) -> WorkerWindows:
+def _alone(args: argparse.Namespace, served: Served) -> WorkerWindows:
     if args.alone < 1 or not 0 <= args.busy < 1:
         raise AtlasError(
             f"--alone {args.alone} --busy {args.busy}: give at least one worker, and a busy share from 0 to below 1"
         )
     windows = alone(args.alone, args.arena_mib * MIB, busy=args.busy)
     if args.device != "cpu":
-        windows = dataclasses.replace(windows, layer=calibrated(_served(args), args.chunk, args.device))
+        windows = dataclasses.replace(windows, layer=calibrated(served, args.chunk, args.device))
     return windows
 
 
@@ -221,14 +217,14 @@ def _run_of(args: argparse.Namespace) -> tuple[Job, TrainOptions]:
     return job, TrainOptions.of(plan, args.schedule or None, args.tcp, **recipe_options(recipe, model=""))
 
 
-def _training(args: argparse.Namespace) -> WorkerWindows:
+def _training(args: argparse.Namespace, served: Served) -> WorkerWindows:
     """The windows of a run that `atlas train` starts, as its plan predicts them; its workers correct them."""
     job, options = _run_of(args)
     _, program, costs = build_program(job, options)
     costs = costs.scaled(args.slower)
     predicted = simulate(repeated(program, PREDICTED), costs)
     windows = of_training(predicted, args.arena_mib * MIB, cells=job.cells, datacenter=args.dc)
-    priced, pace = price_prefill(job.cluster.gpu(windows.pattern.worker_dc[0]), model_of(_served(args))), None
+    priced, pace = price_prefill(job.cluster.gpu(windows.pattern.worker_dc[0]), model_of(served)), None
     head_ns = priced.head_ns
     if args.device == "paced":
         pace = dataclasses.replace(priced.layer, floor_ns=max(priced.layer.floor_ns, PIECE_NS))
