@@ -103,7 +103,6 @@ class State:
         *,
         residual: Residual | None = None,
         chunks: Sequence[int] = (2048,),
-        cache_blocks: int = CACHE_BLOCKS,
         weights: Mapping[str, float] | None = None,
         kept: float = 0.0,
         aims: Aims | None = None,
@@ -141,10 +140,9 @@ class State:
         self._tenant: dict[str, str] = {}
         self.shares = shares or TenantShares(weights)
         self.backlog = Backlog(self.shares)
-        self.cache = PrefixCache(len(lanes), cache_blocks)
+        self.cache = PrefixCache(len(lanes), CACHE_BLOCKS)
         self.kind = kinds(lanes, forecast.pattern)
-        self.num_kinds = int(self.kind.max()) + 1
-        self._heaps: list[list[tuple[int, int]]] = [[] for _ in range(self.num_kinds)]
+        self._heaps: list[list[tuple[int, int]]] = [[] for _ in range(int(self.kind.max()) + 1)]
         for index in range(len(lanes)):
             self._heaps[self.kind[index]].append((0, index))
         self._tails: list[tuple[int, int]] = [(0, index) for index in range(len(lanes))]
@@ -226,15 +224,6 @@ class State:
     def rebuild(self) -> None:
         """Reads the forecast's current windows."""
         self.arrays = worker_arrays(self)
-
-    # ---- whole --------------------------------------------------------------------------------------------------
-    def snapshot(self) -> tuple[object, ...]:
-        """All placements, comparable with ==."""
-        queues = tuple(
-            tuple((e.request.id, e.first_token, e.end_token, e.slices.tobytes(), e.delivered_ns) for e in queue)
-            for queue in self.queues
-        )
-        return queues, self.tracks.tobytes(), len(self.postponed), len(self.backlog)
 
     @property
     def num_waiting(self) -> int:

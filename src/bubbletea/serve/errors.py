@@ -19,6 +19,7 @@ TYPES = {
     500: "server_error",
     503: "service_unavailable",
 }
+HAND_BACK_RETRY_S = 1.0
 REASONS = {
     "deadline": "no bubble of training fits this prompt before its deadline",
     "share": "other tenants are waiting that were served less",
@@ -104,4 +105,4 @@ def of_refusal(refused: Refused, length: int) -> ApiError:
 
 
 def of_hand_back(error: HandedBack) -> ApiError:
-    return ApiError(503, f"handed back: {error}", code="handed_back", retry_s=error.retry_s)
+    return ApiError(503, f"handed back: {error}", code="handed_back", retry_s=HAND_BACK_RETRY_S)

@@ -55,7 +55,3 @@ class Refused(Exception):  # noqa: N818
 
 class HandedBack(Exception):  # noqa: N818
     """Admitted, but its workers are gone."""
-
-    def __init__(self, why: str, retry_s: float = 1.0) -> None:
-        super().__init__(why)
-        self.retry_s = retry_s
