@@ -13,7 +13,7 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -98,40 +98,29 @@ def _percentiles(seconds: list[float]) -> dict[str, float]:
 
 # ---- asking ------------------------------------------------------------------------------------------------------
 async def bench(load: BenchLoad) -> BenchReport:
-    """All of it."""
+    """Sends all requests, and waits for their responses."""
     rng = random.Random(load.seed)
     shared = [rng.randrange(load.vocabulary) for _ in range(load.shared_tokens)]
     lengths = [rng.randint(*load.prompt_tokens) for _ in range(load.num_requests)]
     prompts = [shared[:n] + [rng.randrange(load.vocabulary) for _ in range(n - len(shared[:n]))] for n in lengths]
     outcomes: list[BenchOutcome] = []
-    began = time.monotonic()
-    if load.rate_per_s:
-        await _open_loop(load, prompts, outcomes, rng)
-    else:
-        waiting = iter(prompts)
+    began = at = time.monotonic()
 
-        async def client() -> None:
-            for prompt in waiting:
-                outcomes.append(await _ask(load, prompt))
+    async def client(waiting: Iterator[list[int]]) -> None:
+        for prompt in waiting:
+            outcomes.append(await _ask(load, prompt))
 
-        await asyncio.gather(*(client() for _ in range(load.num_clients)))
+    async with asyncio.TaskGroup() as clients:
+        if load.rate_per_s:
+            for prompt in prompts:
+                await asyncio.sleep(max(0.0, at - time.monotonic()))
+                clients.create_task(client(iter([prompt])))
+                at += rng.expovariate(load.rate_per_s)
+        else:
+            waiting = iter(prompts)
+            for _ in range(load.num_clients):
+                clients.create_task(client(waiting))
     return BenchReport(time.monotonic() - began, outcomes)
-
-
-async def _open_loop(
-    load: BenchLoad, prompts: list[list[int]], outcomes: list[BenchOutcome], rng: random.Random
-) -> None:
-    assert load.rate_per_s is not None
-    at, running = time.monotonic(), list[asyncio.Task[None]]()
-
-    async def one(prompt: list[int]) -> None:
-        outcomes.append(await _ask(load, prompt))
-
-    for prompt in prompts:
-        await asyncio.sleep(max(0.0, at - time.monotonic()))
-        running.append(asyncio.create_task(one(prompt)))
-        at += rng.expovariate(load.rate_per_s)
-    await asyncio.gather(*running)
 
 
 async def _ask(load: BenchLoad, prompt: list[int]) -> BenchOutcome:
