@@ -1,9 +1,9 @@
 """Which requests the service admits: by memory for keys and values, the limit for training, and the planner's windows.
 
-A refused request is told when to come back, and until then something is kept for it: time of the lanes, its turn for
-memory, or its tenant's turn. Others that would have to wait, wait behind it. So the same request (`key`), sent again at
-that time, is admitted although others have come in between. What nobody comes back for is free again soon after, and a
-tenant whose requests do not come back gets less kept. Used on the service's event loop.
+A refusal says when to retry, and until then something is kept for the request: time of the lanes, its turn for memory,
+or its tenant's turn. New requests that cannot start at once are placed after it. So a retry of the same request (`key`)
+at that time is admitted, although others have arrived in between. If there is no retry, what was kept is released soon
+after, and less is kept for that tenant. Used on the service's event loop.
 """
 
 from __future__ import annotations

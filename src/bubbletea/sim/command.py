@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -134,12 +134,11 @@ def run(args: argparse.Namespace) -> int:
             scene = waiting(scene, waits)
         if args.capacity:
             return _print_capacity(scene, trace, args, meter)
-        found = [
-            row | {"load": load, "prompt_tokens": round(float(one.tokens.mean()))}
-            for one in _traces(trace, args.prompt)
-            for load in args.load or [0.6]
-            for row in _rows(scene, one, load, args, meter)
-        ]
+        found, traces = [], [trace.resized(tokens) for tokens in args.prompt or ()] or [trace]
+        for one, load, policy in product(traces, args.load or [0.6], args.policy or POLICIES):
+            meter(f"{policy} at {load:g}", 0, 0)
+            row = simulated(scene, policy, one, load * scene.capacity_tokens_per_s(one), args)
+            found.append(row | {"load": load, "prompt_tokens": round(float(one.tokens.mean()))})
     if args.json:
         sys.stdout.write(as_json({**scene.figures(), "trace": trace.name, "rows": found}))
     else:
@@ -175,21 +174,6 @@ def _print_capacity(scene: Scene, trace: RequestTrace, args: argparse.Namespace,
                 + f"\n  --load {one.load:.2f} --patience {one.p95_limit_s!r}{goal}"
             )
     return 0
-
-
-def _traces(trace: RequestTrace, prompts: Sequence[int] | None) -> list[RequestTrace]:
-    return [trace.resized(tokens) for tokens in prompts] if prompts else [trace]
-
-
-def _rows(
-    scene: Scene, trace: RequestTrace, load: float, args: argparse.Namespace, tick: Callable[[str, int, int], None]
-) -> list[dict[str, Any]]:
-    rate = load * scene.capacity_tokens_per_s(trace)
-    rows = []
-    for policy in args.policy or POLICIES:
-        tick(f"{policy} at {load:g}", 0, 0)
-        rows.append(simulated(scene, policy, trace, rate, args))
-    return rows
 
 
 def simulated(
