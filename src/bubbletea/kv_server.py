@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from atlas.errors import AtlasError, WorkerError
 from bubbletea.frames import FrameServer, OlderReleaseError, WireFrame, pack, receive_async, send, write
 from bubbletea.kv_blocks import END, FETCH, GONE, KV, PLACE, PLACES, READ, RELEASE, KvBlock, pack_block
-from bubbletea.nixl_plane import is_installed, offer
+from bubbletea.nixl_plane import Offer, is_installed, offer
 
 IDLE_S = 120.0
 """A connection without a fetch for this long is closed."""
@@ -106,6 +106,11 @@ class KvServer(FrameServer):
         self.nixl_unencrypted = False
         """NIXL may be used although this connection is encrypted."""
         self.address: tuple[str, int] = ("", 0)
+        self._withdrawals: set[asyncio.Task[None]] = set()
+
+    async def close(self) -> None:
+        await super().close()
+        await asyncio.gather(*self._withdrawals)
 
     async def start(self, host: str, port: int) -> None:
         if self.context is None and not ipaddress.ip_address(host).is_loopback:
@@ -165,11 +170,24 @@ class KvServer(FrameServer):
             await writer.drain()
             async with asyncio.timeout(SEND_S):
                 frame = await receive_async(reader, max_payload=0)
-        finally:  # also if this was cancelled while the thread registered the memory
-            await asyncio.to_thread((await offering).close)
+        finally:
+            self._withdraw(offering)
         if frame.kind != READ:
             raise WorkerError(f"a frame of kind {frame.kind} where READ is expected")
         self.on_fetched(blocks[0].ticket, len(packed))
+
+    def _withdraw(self, offering: asyncio.Future[Offer]) -> None:
+        """Deregisters the memory on a task of its own: `close` cancels that of the caller, perhaps while a thread still
+        registers the memory."""
+
+        async def withdraw() -> None:
+            await asyncio.wait([offering])
+            if offering.exception() is None:
+                await asyncio.to_thread(offering.result().close)
+
+        task = asyncio.create_task(withdraw())
+        self._withdrawals.add(task)
+        task.add_done_callback(self._withdrawals.discard)
 
     async def _send(self, writer: asyncio.StreamWriter, blocks: Sequence[KvBlock]) -> None:
         if self.context is not None:

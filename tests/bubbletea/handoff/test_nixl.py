@@ -180,6 +180,22 @@ def test_no_memory_stays_registered_if_the_server_closes_meanwhile(
     assert not stand_in.registered
 
 
+def test_a_closed_server_has_deregistered_all_memory(
+    stand_in: type[StandInAgent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deregister = stand_in.deregister_memory
+
+    def slow_deregister(agent: StandInAgent, spans: Any) -> None:
+        time.sleep(0.1)
+        deregister(agent, spans)
+
+    monkeypatch.setattr(stand_in, "deregister_memory", slow_deregister)
+    monkeypatch.setattr(stand_in, "state", "ERR")
+    with listening() as (_, address), pytest.raises(WorkerError, match="NIXL failed"):
+        fetched(address)
+    assert not stand_in.registered
+
+
 def test_a_worker_without_nixl_sends_by_tcp(stand_in: type[StandInAgent], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_server, "is_installed", lambda: False)
     with listening() as (_, address):
