@@ -85,7 +85,6 @@ class Sgd:
             yield Run(parameter, lambda p=parameter: _gradient(p), parameter.dim() > 1, self.state[parameter])  # type: ignore[misc]
 
     def _flat_runs(self, slices: Sequence[FlatSlice]) -> Iterator[Run]:
-        memory_of = {p.data_ptr(): p for p in reversed(self.parameters.values())}
         for flat, begin, end in slices:
             weight, gradient = flat.weights[begin:end], flat.gradients[begin:end]
             state = self._state(weight)
@@ -97,12 +96,9 @@ class Sgd:
                 part = {slot: tensor[a:b] for slot, tensor in state.items()}
                 yield Run(weight[a:b], lambda g=gradient[a:b]: g, begin + a < flat.num_decayed, part)  # type: ignore[misc]
             for name, view in flat.weight_of.items():
-                at = (view.data_ptr() - flat.weights.data_ptr()) // view.element_size()
-                if begin <= at and at + view.numel() <= end:
-                    owner = memory_of[view.data_ptr()]
-                    mine = {
-                        slot: t[at - begin : at - begin + view.numel()].view(view.shape) for slot, t in state.items()
-                    }
+                at, owner = flat.offsets[flat.owner[name]] - begin, self.parameters[flat.owner[name]]
+                if at >= 0 and at + view.numel() <= end - begin:
+                    mine = {slot: t[at : at + view.numel()].view(view.shape) for slot, t in state.items()}
                     self.state[self.parameters[name]] = self.state.setdefault(owner, mine)
 
     def _state(self, weight: Tensor) -> dict[str, Tensor]:
