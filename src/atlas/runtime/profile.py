@@ -10,8 +10,9 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,8 +28,7 @@ LAYERS = 3
 """Layers of the timed stages: enough that the launch of a single op does not matter."""
 
 
-@dataclass(frozen=True)
-class Times:
+class Times(NamedTuple):
     """Seconds for one microbatch."""
 
     forward_s: float
@@ -37,11 +37,10 @@ class Times:
     weight_s: float
 
     def minus(self, other: Times) -> Times:
-        pairs = zip(asdict(self).values(), asdict(other).values(), strict=True)
-        return Times(*(max(0.0, mine - theirs) for mine, theirs in pairs))
+        return Times(*(max(0.0, mine - theirs) for mine, theirs in zip(self, other, strict=True)))
 
     def over(self, count: int) -> Times:
-        return Times(*(value / count for value in asdict(self).values()))
+        return Times(*(value / count for value in self))
 
 
 def profile(job: Job, device: str, repeats: int = 10, backend: str = EAGER) -> dict[str, Any]:
@@ -61,7 +60,7 @@ def profile(job: Job, device: str, repeats: int = 10, backend: str = EAGER) -> d
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "compiled": bool(backend),
     }
-    times = {name: {k: round(v, 9) for k, v in asdict(found).items()} for name, found in pieces.items()}
+    times = {name: {k: round(v, 9) for k, v in found._asdict().items()} for name, found in pieces.items()}
     return {**facts, **times}
 
 
@@ -88,22 +87,17 @@ def _tokens(config: DecoderConfig, microbatch: int, length: int) -> Callable[[in
 def _time_stage(task: DecoderTask, number: int, device: str, repeats: int, backend: str = EAGER) -> Times:
     """Medians over `repeats` microbatches, after three for warm-up."""
     stage = Stage(task, number, 3, 0, 1.0, backend=backend)
-    found: dict[str, list[float]] = {"forward": [], "recompute": [], "backward": [], "weight": []}
+    found: list[Times] = []
     for slot in range(repeats + 3):
         stage.gradients.begin(slot)
         x = None if stage.is_first else torch.randn(task.activation_shape, dtype=task.dtype, device=device)
         gradient = None if stage.is_last else torch.randn(task.activation_shape, dtype=task.dtype, device=device)
-        times = {
-            "forward": _seconds(device, lambda s=slot, x=x: stage.forward(s, x, keep=False)),  # type: ignore[misc]
-            "recompute": _seconds(device, lambda s=slot: stage.recompute(s)),  # type: ignore[misc]
-            "input": _seconds(device, lambda s=slot, g=gradient: stage.backward_input(s, g)),  # type: ignore[misc]
-            "weight": _seconds(device, lambda s=slot: stage.backward_weight(s)),  # type: ignore[misc]
-        }
-        times["backward"] = times.pop("input") + times["weight"]
-        if slot >= 3:
-            for name, value in times.items():
-                found[name].append(value)
-    return Times(*(statistics.median(found[name]) for name in ("forward", "recompute", "backward", "weight")))
+        forward_s = _seconds(device, partial(stage.forward, slot, x, keep=False))
+        recompute_s = _seconds(device, partial(stage.recompute, slot))
+        input_s = _seconds(device, partial(stage.backward_input, slot, gradient))
+        weight_s = _seconds(device, partial(stage.backward_weight, slot))
+        found.append(Times(forward_s, recompute_s, input_s + weight_s, weight_s))
+    return Times(*map(statistics.median, zip(*found[3:], strict=True)))
 
 
 def _seconds(device: str, work: Callable[[], object]) -> float:
