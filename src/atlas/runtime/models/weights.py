@@ -7,9 +7,9 @@ Knows files and names. Refuses, by name, tensors that are missing, of another sh
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ class WeightsFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._files = ExitStack()
         self._open: dict[str, Any] = {}
         self._file_of: dict[str, str] = self._index()
 
@@ -66,19 +67,18 @@ class WeightsFolder:
         return tensor.t() if source.transposed else tensor
 
     def close(self) -> None:
-        for file in self._open.values():
-            file.__exit__(None, None, None)
+        self._files.close()
         self._open.clear()
 
     def __enter__(self) -> WeightsFolder:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _file(self, name: str) -> Any:
         if name not in self._open:
-            self._open[name] = safe_open(self.path / name, framework="pt", device="cpu").__enter__()  # type: ignore[no-untyped-call]
+            self._open[name] = self._files.enter_context(safe_open(self.path / name, framework="pt", device="cpu"))
         return self._open[name]
 
     def _index(self) -> dict[str, str]:
