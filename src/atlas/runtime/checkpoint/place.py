@@ -42,15 +42,13 @@ def names_below(place: str) -> list[str]:
 
 def saves_under(place: str) -> list[PlaceStore]:
     """Every store with a save in it, at this place or anywhere below."""
-    if not place.startswith(OBJECT_STORE):
-        if not Path(place).is_dir():
-            raise AtlasError(f"{place}: no such folder. Name the one that `atlas train` saves to")
-        saves = {save.parent for save in Path(place).rglob("step-*-a*") if save.is_dir()}
-        return [LocalStore(path) for path in sorted(saves)]
-    require_object_store(place, "checkpoints at")
-    names = S3BlobStore(place).names()
-    above = {name[: found.start()].rstrip("/") for name in names if (found := _SAVE.search(name))}
-    return [S3BlobStore(below(place, name)) if name else S3BlobStore(place) for name in sorted(above)]
+    if place.startswith(OBJECT_STORE):
+        require_object_store(place, "checkpoints at")
+    elif not Path(place).is_dir():
+        raise AtlasError(f"{place}: no such folder. Name the one that `atlas train` saves to")
+    names = store_at(place).names()
+    above = {name[: found.start()] for name in names if (found := _SAVE.search(name))}
+    return [store_at(below(place, name) if name else place) for name in sorted(above)]
 
 
 def id_of(place: str) -> str:
