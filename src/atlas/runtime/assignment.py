@@ -94,12 +94,11 @@ def stand_in(
     vocabulary: int = 64,
     length: int = 32,
     microbatch: int = 4,
-    optimizer: str = "sgd",
     learning_rate: float = 0.1,
 ) -> TrainingSetup:
     """A GPT small enough for any machine, and a made-up task for it: the default of a rehearsal."""
     config = gpt(num_layers=num_layers, width=width, num_heads=num_heads, vocabulary=vocabulary, max_length=length)
-    settings = OptimizerSettings(LearningRate(learning_rate), optimizer)
+    settings = OptimizerSettings(LearningRate(learning_rate), "sgd")
     return TrainingSetup(ModelChoice(config), DataChoice(length, microbatch), settings)
 
 

@@ -79,7 +79,7 @@ class TransportExchange:
 
     def swap(self, key: ExchangeKey, out: Tensor, into: Tensor, sizes: PartSizes | None, what: str) -> list[Pending]:
         outs, intos = self._parts(out, sizes and sizes.out), self._parts(into, sizes and sizes.into)
-        others = [c for c in range(self.size) if c != self.rank]
+        others = self.links.role.other_pipelines
         handles = [self._recv(c, key, intos[c], what) for c in others if intos[c].numel()]
         handles += [self._send(c, key, outs[c]) for c in others if outs[c].numel()]
         intos[self.rank].copy_(outs[self.rank])
@@ -87,8 +87,8 @@ class TransportExchange:
 
     def gather(self, key: ExchangeKey, mine: Tensor, whole: Tensor, what: str) -> list[Pending]:
         parts = self._parts(whole, None)
-        handles = [self._recv(c, key, parts[c], what) for c in range(self.size) if c != self.rank]
-        handles += [self._send(c, key, mine) for c in range(self.size) if c != self.rank]
+        others = self.links.role.other_pipelines
+        handles = [self._recv(c, key, parts[c], what) for c in others] + [self._send(c, key, mine) for c in others]
         if parts[self.rank].data_ptr() != mine.data_ptr():
             parts[self.rank].copy_(mine)
         return list(handles)
