@@ -18,6 +18,7 @@ import secrets
 import socket
 import ssl
 import struct
+import time
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
@@ -44,6 +45,8 @@ BACKLOG = 1024
 """Callers that may wait in the kernel to be accepted. If it is full, a caller tries again a second later."""
 NO_DESCRIPTOR_S = 0.05
 """Pause after a failed accept: most likely no file descriptor is left."""
+WARN_S = 1.0
+"""Between two lines in the log about callers without the token: garbage must not fill a disk."""
 
 CHALLENGE, PROOF, WELCOME = 1, 2, 3
 """Kinds of the handshake; other modules number theirs from 16."""
@@ -195,6 +198,7 @@ class FrameServer:
         self._callers: set[asyncio.Task[None]] = set()
         self._greeting: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         """Callers that have not proved the token, the oldest first."""
+        self._warned_s = -WARN_S
 
     def _listen_at(self, host: str, port: int) -> tuple[str, int]:
         """The IP address and the port that it has got; raises OSError if it cannot listen there."""
@@ -250,7 +254,7 @@ class FrameServer:
         except (ClosedError, OSError, TimeoutError):
             pass  # the caller has disconnected or is silent
         except (WorkerError, LookupError, TypeError, ValueError, ArithmeticError) as error:
-            log.warning("a connection is closed: %s", error if isinstance(error, WorkerError) else repr(error))
+            self._warn(error, is_admitted=me not in self._greeting)
         except asyncio.CancelledError:
             pass  # cancelled by `close`
         finally:
@@ -259,6 +263,12 @@ class FrameServer:
             writer.close()
             with contextlib.suppress(OSError):
                 await writer.wait_closed()
+
+    def _warn(self, error: Exception, *, is_admitted: bool) -> None:
+        now_s = time.monotonic()
+        if is_admitted or now_s - self._warned_s >= WARN_S:
+            self._warned_s = self._warned_s if is_admitted else now_s
+            log.warning("a connection is closed: %s", error if isinstance(error, WorkerError) else repr(error))
 
     async def _admit(
         self,

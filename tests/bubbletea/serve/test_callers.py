@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 
+import pytest
+
+from bubbletea import frames
 from bubbletea.frames import greet
 from bubbletea.kv_server import Holder, KvServer, KvServerThread
 from bubbletea.prefill.kept_parts import KeptParts
@@ -36,7 +38,7 @@ def test_a_burst_of_callers_waits_to_be_accepted() -> None:
 
 
 def is_connected(sock: socket.socket) -> bool:
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         return bool(sock.getpeername())
     return False
 
@@ -52,7 +54,22 @@ def test_a_caller_with_the_token_gets_in_among_idle_ones_and_garbage() -> None:
         server.close()
 
 
-@contextlib.contextmanager
+def test_garbage_does_not_fill_the_log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(frames, "WARN_S", 3600.0)
+    server = KvServerThread(KvServer(HOLDER, "token"), "127.0.0.1")
+    try:
+        for _ in range(20):
+            with socket.create_connection(server.address, timeout=10) as sock, suppress(ConnectionResetError):
+                sock.sendall(b"x" * 64)
+                while sock.recv(4096):  # until the server has closed it, which is after it has logged
+                    pass
+    finally:
+        server.close()
+    assert len(caplog.records) == 1
+    assert "not a BubbleTea frame" in caplog.text
+
+
+@contextmanager
 def flooded(address: tuple[str, int]) -> Iterator[None]:
     """Inside the block others connect all the time, at most 50 at once. Half of them send garbage."""
     over, begun = threading.Event(), threading.Event()
@@ -60,7 +77,7 @@ def flooded(address: tuple[str, int]) -> Iterator[None]:
     def flood() -> None:
         held: list[socket.socket] = []
         while not over.is_set():
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 held.append(socket.create_connection(address, timeout=10))
                 if len(held) % 2:
                     held[-1].send(os.urandom(64))
