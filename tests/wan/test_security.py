@@ -228,3 +228,27 @@ def test_garbage_connections_do_not_stop_transfers(certs: Path) -> None:
         a.close()
     for sock in held:
         sock.close()
+
+
+def test_a_peer_connects_at_once_among_idle_and_garbage_connections(certs: Path) -> None:
+    held: list[socket.socket] = []
+    flooding = threading.Event()
+
+    def flood(address: tuple[str, int]) -> None:
+        while not flooding.is_set():
+            _garbage(address, 50, held)
+
+    with endpoint("dc2/b", Credentials.of_folder(certs, "dc2/b")) as b:
+        _garbage(b.address, 200, held)
+        thread = threading.Thread(target=flood, args=(b.address,))
+        thread.start()
+        try:
+            for name in ("dc1/a", "dc2/c"):
+                with endpoint(name, Credentials.of_folder(certs, name)) as peer:
+                    peer.connect({"dc2/b": b.address}, timeout_s=20)
+                    assert peer.channel("dc2/b").last_error == "never connected", "no attempt has failed"
+        finally:
+            flooding.set()
+            thread.join()
+    for sock in held:
+        sock.close()
