@@ -9,7 +9,6 @@ is delivered, until the deadline, everything queued fails. Knows no tensors and 
 from __future__ import annotations
 
 import contextlib
-import random
 import socket
 import threading
 import time
@@ -22,7 +21,7 @@ from atlas.wan.congestion.warm_up import MAX_PIECE_BYTES
 from atlas.wan.security.credentials import Security, datacenter_of
 from atlas.wan.transport.base import Address
 from atlas.wan.transport.channel_tuner import ChannelTuner
-from atlas.wan.transport.handshake import RefusedError, dial
+from atlas.wan.transport.handshake import RefusedError, RetryPause, dial, is_final
 from atlas.wan.transport.message import Chunk
 from atlas.wan.transport.outbox import Outbox
 from atlas.wan.transport.settings import TransportSettings
@@ -41,8 +40,8 @@ from atlas.wan.transport.wire import (
 )
 from atlas.weather.packets import PacketLog
 
-FIRST_RETRY_S, LONGEST_RETRY_S = 0.02, 2.0
-"""Pause before a stream connects again. It doubles with each failure."""
+LONGEST_RETRY_S = 2.0
+"""Pause before a stream connects again, at most."""
 IDLE_S = 0.5
 """How often an idle stream checks whether to ping, to warm up or to end."""
 STALL_TRIPS = 8
@@ -202,26 +201,22 @@ class Channel:
             raise
 
     def _connect_and_serve(self, slot: StreamSlot) -> None:
-        pause_s = FIRST_RETRY_S
+        pause = RetryPause(LONGEST_RETRY_S)
         while not self._closing.is_set():
             try:
                 stream = self._dial(slot) if self.address is not None else self._await_dial(slot)
-            except RefusedError as error:
-                self.last_error = str(error)
-                if error.final:
-                    self.fail(str(error))
-                    return
-            except (OSError, WorkerError) as error:
-                self.last_error = str(broken(error))
-            except AtlasError as error:
-                self.fail(str(error))
-                return
+            except (OSError, AtlasError) as error:
+                self._connect_failed(error)
             else:
                 if stream is None or self._serve(slot, stream):
-                    pause_s = FIRST_RETRY_S
+                    pause.reset()
             if self.address is not None:
-                self._closing.wait(pause_s * (0.5 + random.random()))
-                pause_s = min(LONGEST_RETRY_S, 2 * pause_s)
+                self._closing.wait(pause.next_s())
+
+    def _connect_failed(self, error: Exception) -> None:
+        self.last_error = str(broken(error))
+        if is_final(error):
+            self.fail(self.last_error)
 
     def _await_dial(self, slot: StreamSlot) -> SocketStream | None:
         """Waits for a connection of the peer; None if the channel is being closed."""

@@ -8,6 +8,7 @@ the round trip. Knows the order of these steps; the caller's `accept` decides wh
 from __future__ import annotations
 
 import os
+import random
 import socket
 import time
 from collections.abc import Callable
@@ -61,6 +62,8 @@ MODES = {
 }
 PROTECTIONS = {mode: protection for protection, mode in MODES.items()}
 CONFIRM = b"\1"
+FIRST_RETRY_S = 0.02
+"""Pause after the first failure to connect."""
 
 
 class RefusedError(WorkerError):
@@ -69,6 +72,27 @@ class RefusedError(WorkerError):
     def __init__(self, message: str, *, final: bool) -> None:
         super().__init__(message)
         self.final = final
+
+
+def is_final(error: BaseException) -> bool:
+    """Whether dialling again will not help: the peer refuses for good, or this side has no certificates."""
+    return error.final if isinstance(error, RefusedError) else not isinstance(error, OSError | WorkerError)
+
+
+class RetryPause:
+    """The pause before a connection is dialled again. It doubles with each failure, and is random by half, so that
+    many connections are not dialled at once."""
+
+    def __init__(self, longest_s: float) -> None:
+        self._longest_s, self._pause_s = longest_s, FIRST_RETRY_S
+
+    def next_s(self) -> float:
+        pause_s, self._pause_s = self._pause_s, min(self._longest_s, 2 * self._pause_s)
+        return pause_s * (0.5 + random.random())
+
+    def reset(self) -> None:
+        """It was connected."""
+        self._pause_s = FIRST_RETRY_S
 
 
 def dial(

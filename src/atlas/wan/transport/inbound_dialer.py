@@ -7,7 +7,6 @@ has dialled, and dialled again when it ends, with growing pauses. Knows one peer
 from __future__ import annotations
 
 import contextlib
-import random
 import socket
 import threading
 import time
@@ -16,15 +15,15 @@ from collections.abc import Callable
 from atlas.errors import AtlasError, WorkerError
 from atlas.wan.security.credentials import Security
 from atlas.wan.transport.base import Address
-from atlas.wan.transport.handshake import RefusedError, dial
+from atlas.wan.transport.handshake import RetryPause, dial, is_final
 from atlas.wan.transport.settings import TransportSettings
 from atlas.wan.transport.shared_threads import JobThreads
 from atlas.wan.transport.stream import SocketStream, broken
 from atlas.wan.transport.unix_sockets import is_unix
 from atlas.wan.transport.wire import Greeting
 
-FIRST_RETRY_S, LONGEST_RETRY_S = 0.02, 1.0
-"""Pause before a connection is dialled again. It doubles with each failure."""
+LONGEST_RETRY_S = 1.0
+"""Pause before a connection is dialled again, at most."""
 MAX_SLOTS = 256
 """Connections that a peer may ask for."""
 KEEPALIVE_IDLE_S, KEEPALIVE_EVERY_S, KEEPALIVE_PROBES = 5, 2, 3
@@ -59,7 +58,7 @@ class InboundDialer:
         self._threads: list[threading.Thread] = []
         self._shared = shared
         self._num_slots = 0
-        self._retries: dict[int, tuple[float, float]] = {}
+        self._retries: dict[int, tuple[float, RetryPause]] = {}
         """When a slot dials again on shared threads, and its pause."""
         self._ensure(1)
 
@@ -80,8 +79,8 @@ class InboundDialer:
         with self._lock:
             due = [slot for slot, (at, _) in self._retries.items() if at <= now and not self._closing.is_set()]
             pauses = {slot: self._retries.pop(slot)[1] for slot in due}
-        for slot, pause_s in pauses.items():
-            self._submit(slot, pause_s)
+        for slot, pause in pauses.items():
+            self._submit(slot, pause)
 
     def _ensure(self, num_slots: int) -> None:
         """Starts the connections that are missing."""
@@ -93,25 +92,27 @@ class InboundDialer:
                 self._threads.append(threading.Thread(target=self._run, args=(slot,), daemon=True, name=name))
                 self._threads[-1].start()
         for slot in missing if self._shared is not None else ():
-            self._submit(slot, FIRST_RETRY_S)
+            self._submit(slot, RetryPause(LONGEST_RETRY_S))
 
     def _run(self, slot: int) -> None:
-        pause_s = FIRST_RETRY_S
+        pause = RetryPause(LONGEST_RETRY_S)
         while not self._closing.is_set():
             if self._serve_once(slot, None):
-                pause_s = FIRST_RETRY_S
-            self._closing.wait(pause_s * (0.5 + random.random()))
-            pause_s = min(LONGEST_RETRY_S, 2 * pause_s)
+                pause.reset()
+            self._closing.wait(pause.next_s())
 
-    def _submit(self, slot: int, pause_s: float) -> None:
-        def again(pause_s: float) -> None:
-            at = time.monotonic() + pause_s * (0.5 + random.random())
+    def _submit(self, slot: int, pause: RetryPause) -> None:
+        def again() -> None:
             with self._lock:
-                self._retries[slot] = (at, min(LONGEST_RETRY_S, 2 * pause_s))
+                self._retries[slot] = (time.monotonic() + pause.next_s(), pause)
+
+        def ended() -> None:
+            pause.reset()
+            again()
 
         def attempt() -> None:
-            if not self._closing.is_set() and not self._serve_once(slot, lambda: again(FIRST_RETRY_S)):
-                again(pause_s)
+            if not self._closing.is_set() and not self._serve_once(slot, ended):
+                again()
 
         assert self._shared is not None
         self._shared.submit(attempt)
@@ -120,19 +121,15 @@ class InboundDialer:
         """Dials and serves. False if it could not dial."""
         try:
             stream, theirs = self._dial(slot)
-        except RefusedError as error:
-            self.last_error = str(error)
-            if error.final:
-                self._stop(error)
-        except (OSError, WorkerError) as error:
+        except (OSError, AtlasError) as error:
             self.last_error = str(broken(error))
-        except AtlasError as error:
-            self._stop(WorkerError(str(error)))
-        else:
-            self._ensure(theirs.slot)
-            self._serve(stream, theirs, on_end)
-            return True
-        return False
+            if is_final(error) and not self._closing.is_set():
+                self._closing.set()
+                self._give_up(broken(error))
+            return False
+        self._ensure(theirs.slot)
+        self._serve(stream, theirs, on_end)
+        return True
 
     def _dial(self, slot: int) -> tuple[SocketStream, Greeting]:
         def on_socket(sock: socket.socket) -> None:
@@ -146,11 +143,6 @@ class InboundDialer:
         finally:
             with self._lock:
                 self._dialing.pop(slot, None)
-
-    def _stop(self, error: WorkerError) -> None:
-        if not self._closing.is_set():
-            self._closing.set()
-            self._give_up(error)
 
 
 def _keep_alive(sock: socket.socket) -> None:

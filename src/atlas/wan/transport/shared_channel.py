@@ -8,7 +8,6 @@ is not warmed up and has no in-flight limit.
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from collections.abc import Callable
@@ -16,11 +15,11 @@ from collections.abc import Callable
 from atlas.errors import AtlasError, WorkerError
 from atlas.wan.security.credentials import Security, datacenter_of
 from atlas.wan.transport.base import Address
-from atlas.wan.transport.channel import FIRST_RETRY_S, LONGEST_RETRY_S, Channel
-from atlas.wan.transport.handshake import RefusedError
+from atlas.wan.transport.channel import LONGEST_RETRY_S, Channel
+from atlas.wan.transport.handshake import RetryPause
 from atlas.wan.transport.settings import TransportSettings
 from atlas.wan.transport.shared_threads import SharedThreads
-from atlas.wan.transport.stream import SocketStream, broken
+from atlas.wan.transport.stream import SocketStream
 from atlas.wan.transport.wire import Greeting
 
 STEP_CHUNKS = 8
@@ -48,7 +47,7 @@ class SharedChannel(Channel):
         self._state = threading.Lock()
         self._is_queued = self._is_again = self._is_dialing = self._is_read = False
         self._finished = threading.Event()
-        self._pause_s, self._retry_at = FIRST_RETRY_S, 0.0
+        self._pause, self._retry_at = RetryPause(LONGEST_RETRY_S), 0.0
         self._last_write = 0.0
         self.is_lazy = address is not None and datacenter_of(mine.name) == datacenter_of(mine.peer)
         self._heartbeat_s = settings.heartbeat_s * (NEAR_HEARTBEATS if self.is_lazy else 1)
@@ -169,23 +168,12 @@ class SharedChannel(Channel):
         """None if it failed: the next attempt is then later, or everything queued has failed."""
         try:
             stream = connect()
-        except RefusedError as error:
-            self.last_error = str(error)
-            if error.final:
-                self.fail(str(error))
-        except (OSError, WorkerError) as error:
-            self.last_error = str(broken(error))
-        except AtlasError as error:
-            self.fail(str(error))
-        else:
-            self._begin(stream)
-            return stream
-        self._delay()
-        return None
-
-    def _delay(self) -> None:
-        self._retry_at = time.monotonic() + self._pause_s * (0.5 + random.random())
-        self._pause_s = min(LONGEST_RETRY_S, 2 * self._pause_s)
+        except (OSError, AtlasError) as error:
+            self._connect_failed(error)
+            self._retry_at = time.monotonic() + self._pause.next_s()
+            return None
+        self._begin(stream)
+        return stream
 
     def _begin(self, stream: SocketStream) -> None:
         self._is_read, self._last_write = False, 0.0
@@ -201,8 +189,8 @@ class SharedChannel(Channel):
     def _end(self, stream: SocketStream) -> None:
         self._leave(self._slot, stream)
         if self._slot.num_answers:
-            self._pause_s = FIRST_RETRY_S
-        self._delay()
+            self._pause.reset()
+        self._retry_at = time.monotonic() + self._pause.next_s()
 
     def _write_due(self, stream: SocketStream) -> None:
         """Sends some of what is ready, or a ping, or the end."""
