@@ -1,18 +1,27 @@
 """Three datacenters behind real NAT: one public, one with 1:1 NAT and a port range, one masqueraded with no way in.
 
-    python bench/real_sites.py                    4 rounds; about 6 minutes on 16 cores
-    python bench/real_sites.py --rounds 6         more rounds, for a host where iterations differ
-    python bench/real_sites.py --quick | --check-only
+    python bench/real_sites.py                            6 spans; about 12 minutes on 2 cores
+    python bench/real_sites.py --only cost --spans 2 --keep FILE     in pieces: the verdict is over all spans in FILE
+    python bench/real_sites.py --only cost --control      two runs without NAT in place of one with: what the host adds
+    python bench/real_sites.py --quick | --only check
 
-Trains 50 steps over an emulated WAN (10 ms one way, 100 Mbit/s per pair) between network namespaces, with nftables in
-the gateways; the same over the same paths without NAT; and on loopback. Launchers are `atlas train --dc` processes with
-certificates, a range of ports, and checkpoints that are copied to the next datacenter. Two pipelines share the WAN, so
-relays cross the NAT too. `ss` looks at the listening ports of every site during the run. In one more run the
-masqueraded site is cut off for 7 s.
+Trains 50 steps over an emulated WAN (40 ms one way, 100 Mbit/s per pair) between network namespaces, with nftables in
+the gateways, and on loopback. Launchers are `atlas train --dc` processes with certificates, a range of ports, and
+checkpoints that are copied to the next datacenter. Two pipelines share the WAN, so relays cross the NAT too. `ss` looks
+at the listening ports of every site during the run. In one more run the masqueraded site is cut off for 7 s.
 
-A round is four runs: without NAT, behind it, behind it, without; the next round begins behind it. So what changes
-slowly on the host cancels in the ratio of a round, and the two runs without NAT show what the host itself does. The
-ratio is judged only if its 95 % interval over the rounds is narrower than what it is to show.
+What NAT costs is estimated from pairs of runs that train at the same time, one behind NAT and one over the same paths
+without it, each with its own namespaces and its own emulator: what the host does to one it does to the other.
+
+1. Devices are paced and paths are long, so that a step waits for the WAN and not for a core (`lab.site_runs`).
+2. A pair, from its start to its end, is a span. The time in which both train is cut into blocks of 5 s. A block counts
+   if both emulators were in time (`certify`) and both runs did at least 6 steps in it, the first 10 of a run left out.
+3. The ratio of a block is the median iteration behind NAT over the median iteration without it; the ratio of a span is
+   the median over its blocks.
+4. The estimate is the geometric mean over spans. Its 95 % interval is Student's, of the logarithms of the spans'
+   ratios: the unit is a span and not a step, because connections are made anew for each run.
+5. The bar holds if the whole interval is below it, and is missed if the whole interval is above it. Otherwise there is
+   no verdict.
 
 And `atlas wan check` on four sites, of which one gives a port range that its NAT does not forward, one has a
 certificate of another CA, and one is filtered by its firewall.
@@ -33,210 +42,159 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "launch"))
+from common.host import Others
 from common.report import Report, not_measured
-from free_ports import free_port
-from lab.sites import DNAT, FILTERED, MASQUERADE, PORTS, PUBLIC, Site, Sites, certificates, is_local, missing
-from multi_dc_runs import hashes
+from lab.site_runs import ATLAS, CUT_S, KINDS, LIMIT_S, PATH, RENDEZVOUS, SAVE_EVERY, SiteRun, end, job_text, train
+from lab.sites import DNAT, FILTERED, PORTS, PUBLIC, Sites, certificates, is_local, missing
 from process_trees import below
 
-from atlas.wan.emulator.paths import PathSpec
-
-KINDS = {"east": PUBLIC, "west": DNAT, "south": MASQUERADE}
-PATH = PathSpec(latency_s=0.010, pair_bps=100e6, window_bytes=None)
-NUM_STEPS, FIRST_COUNTED = 50, 5
-RENDEZVOUS = 7700
-LIMIT_S = 150.0
+NUM_STEPS = 150
+"""Of each run of a span."""
+MIN_STEPS = 6
+"""Of each run, in a block that counts."""
 CHECK_S = 15.0
 NAT_COSTS = 1.03
-CUT_S = 7.0
-"""Longer than a sender waits for answers (`TransportSettings.stall_s`): all streams are replaced, by the side that can
-dial."""
 STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 """The 97.5 % quantile of Student's t, from 1 degree of freedom on; the last also for more."""
-ATLAS = [sys.executable, "-m", "atlas"]
 
 
-def job_text(datacenters: Sequence[str]) -> str:
-    return yaml.dump(
-        {
-            "name": "real-sites",
-            "model": {"layers": 6, "hidden": 64, "heads": 2, "vocab": 300, "seq_len": 64},
-            "cluster": {
-                "wan": {"latency_ms": PATH.latency_s * 1e3, "pair_gbps": 0.1},
-                "datacenters": [{"name": dc, "nodes": 2, "gpus_per_node": 1} for dc in datacenters],
-            },
-            "precision": "fp32",
-            "microbatch": 2,
-            "num_microbatches": 4,
-            "pp": len(datacenters),
-            "pipelines_per_cell": 2,
-        }
-    )
+# ---- training behind NAT ---------------------------------------------------------------------------------------------
+def measure_training(report: Report, base: Path) -> list[SiteRun]:
+    """One run behind NAT, and one in which a site is cut off; both, for `compare`."""
+    runs = []
+    for name, cut in (("nat", False), ("cut", True)):
+        with Sites(KINDS, PATH) as sites:
+            run = SiteRun(base / name, sites, SAVE_EVERY)
+            train(run, cut=cut)
+        runs.append(run)
+    longest_s = max(runs[1].counted())
+    report.figure("masqueraded site cut off for 7 s: restarts of workers", runs[1].restarts, "", at_most=0)
+    report.figure("masqueraded site cut off for 7 s: longest iteration", longest_s, "s", at_least=0.8 * CUT_S)
+    return runs
 
 
-@dataclass
-class Finished:
-    """What one run of all launchers left."""
-
-    iteration_s: float
-    """The median of the steps."""
-    weights: Mapping[str, str]
-    listening: dict[str, set[tuple[str, int]]]
-    """By site: the addresses and ports on which anything listened."""
-    longest_s: float
-    """The longest iteration."""
-    restarts: int
-
-
-def train(base: Path, sites: Mapping[str, Site] | None, num_steps: int, *, cut: bool = False) -> Finished:
-    """Run to the end. Without sites: on loopback. `cut`: the masqueraded site is cut off for a while."""
-    rendezvous = f"127.0.0.1:{free_port()}"
-    if sites is not None:
-        rendezvous = f"{sites['east'].gateway.address}:{RENDEZVOUS}"
-    folders = {dc: base / dc for dc in KINDS}
-    processes: dict[str, subprocess.Popen[Any]] = {}
-    with contextlib.ExitStack() as stack:
-        for dc, folder in folders.items():
-            folder.mkdir(parents=True)
-            (folder / "plan.yaml").write_text(job_text(list(KINDS)))
-            command = [*ATLAS, "train", "plan.yaml", "--dc", dc, "--schedule", "atlas", "--no-bar", "--device", "cpu"]
-            command += ["--data", "shipped", "--learning-rate", "0.003", "--steps", str(num_steps)]
-            command += ["--save-every", "20", "--checkpoints", "saves", "--rendezvous", rendezvous, "--log", "steps"]
-            if sites is not None:
-                site = sites[dc]
-                command += ["--listen", site.listen, "--advertise", site.advertise, "--certs", str(base.parent / "ca")]
-                command += ["--ports", f"{PORTS[0]}-{PORTS[1]}"]
-            log = stack.enter_context((folder / "log").open("w"))
-            popen = subprocess.Popen if sites is None else sites[dc].popen
-            processes[dc] = popen(command, cwd=folder, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-            stack.callback(_end, processes[dc])
-        listening = _follow(processes, sites, folders, cut=cut)
-    weights = hashes({dc: folder / "saves" for dc, folder in folders.items()}, num_steps)
-    lines = map(json.loads, (folders["east"] / "steps").read_text().splitlines())
-    took = [line["iteration_s"] for line in lines if line["step"] > FIRST_COUNTED]
-    restarts = (folders["east"] / "log").read_text().count("Restart ")
-    return Finished(statistics.median(took), weights, listening, max(took), restarts)
-
-
-def _follow(
-    processes: Mapping[str, subprocess.Popen[Any]],
-    sites: Mapping[str, Site] | None,
-    folders: Mapping[str, Path],
-    *,
-    cut: bool,
-) -> dict[str, set[tuple[str, int]]]:
-    """Wait for the end, and meanwhile note who listens where."""
-    listening: dict[str, set[tuple[str, int]]] = {dc: set() for dc in processes}
-    deadline = time.monotonic() + LIMIT_S
-    while any(process.poll() is None for process in processes.values()):
-        if time.monotonic() > deadline or any(process.poll() for process in processes.values()):
-            break
-        for dc, site in (sites or {}).items():
-            listening[dc] |= site.listening()
-        steps = folders["east"] / "steps"
-        if cut and sites is not None and steps.exists() and len(steps.read_text().splitlines()) > FIRST_COUNTED:
-            cut = False
-            sites["south"].cut(CUT_S)
-        time.sleep(0.5)
-    if any(process.poll() != 0 for process in processes.values()):
-        texts = "\n".join(f"{dc}: {(folder / 'log').read_text()[-2000:]}" for dc, folder in folders.items())
-        raise RuntimeError(f"the launchers ended with {[p.poll() for p in processes.values()]}:\n{texts}")
-    return listening
-
-
-def _end(process: subprocess.Popen[Any]) -> None:
-    if process.poll() is None:
-        process.kill()
-    process.wait()
-
-
-def measure_training(report: Report, base: Path, num_steps: int, rounds: int) -> None:
-    certificates(base / "ca", list(KINDS))
-    measured: list[Round] = []
-    runs: list[Finished] = []
-    for number in range(rounds):
-        took: dict[bool, list[float]] = {True: [], False: []}
-        begins = number % 2 == 1
-        for place, nat in enumerate((begins, not begins, not begins, begins)):
-            with Sites(KINDS, PATH, nat=nat) as sites:
-                found = train(base / f"round-{number}-{place}", sites.sites, num_steps)
-            took[nat].append(found.iteration_s)
-            runs.append(found)
-            print(f"# {'NAT' if nat else 'plain'}: iteration {found.iteration_s * 1e3:.1f} ms", flush=True)
-        measured.append(Round(took[False], took[True]))
-    with Sites(KINDS, PATH) as sites:
-        cut = train(base / "cut", sites.sites, num_steps, cut=True)
-    print(f"# cut for {CUT_S:g} s: longest iteration {cut.longest_s:.1f} s")
-    report.figure("masqueraded site cut off for 7 s: restarts of workers", cut.restarts, "", at_most=0)
-    report.figure("masqueraded site cut off for 7 s: longest iteration", cut.longest_s, "s", at_least=0.8 * CUT_S)
-    runs.append(cut)
-    alone = train(base / "loopback", None, num_steps)
+def compare(report: Report, base: Path, runs: Sequence[SiteRun]) -> None:
+    """Weights with those on loopback, and ports with the range."""
+    alone = SiteRun(base / "loopback", None, SAVE_EVERY)
+    train(alone)
     same = sum(run.weights == alone.weights for run in runs)
     report.figure("runs with weights equal to the bit to loopback", same, "runs", at_least=len(runs))
-    found = [place for run in runs for places in run.listening.values() for place in places]
+    found = [place for run in runs for place in run.listening]
     inside = [port for host, port in found if PORTS[0] <= port <= PORTS[1]]
     outside = [(host, port) for host, port in found if port not in inside and port != RENDEZVOUS]
     local = [place for place in outside if is_local(place[0])]
     report.figure("listening ports seen inside the range", len(inside), "ports", at_least=len(runs) * 3 * len(KINDS))
     report.figure("listening ports outside the range", len(outside) - len(local), "ports", at_most=0)
     report.figure("ports outside the range on loopback only (sums over pipelines of one host)", len(local), "ports")
-    report_ratio(report, measured)
 
 
+# ---- what NAT costs --------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
-class Round:
-    """Seconds of an iteration in the two runs without NAT and in the two behind it."""
+class Span:
+    """Two runs at the same time: seconds of an iteration, by block that counts."""
 
-    plain: Sequence[float]
-    nat: Sequence[float]
+    control: bool
+    """Whether the second is without NAT too."""
+    plain_s: Sequence[float]
+    nat_s: Sequence[float]
+    num_late: int
+    """Blocks that do not count because an emulator was late."""
+    others_cores: float
 
     @property
     def ratio(self) -> float:
-        return sum(self.nat) / sum(self.plain)
-
-    @property
-    def control(self) -> float:
-        """The second run without NAT over the first."""
-        return self.plain[1] / self.plain[0]
+        return statistics.median(nat / plain for nat, plain in zip(self.nat_s, self.plain_s, strict=True))
 
 
-def report_ratio(report: Report, rounds: Sequence[Round]) -> None:
-    """A ratio whose interval is wider than what it is to show is not measured, whatever the median says."""
-    ratios = sorted(one.ratio for one in rounds)
-    plain = [seconds for one in rounds for seconds in one.plain]
-    half = half_interval(ratios)
-    report.figure("iteration without NAT, median", statistics.median(plain) * 1e3, "ms")
-    report.figure("longest over shortest iteration without NAT", max(plain) / min(plain), "x")
-    controls = [abs(one.control - 1) for one in rounds]
-    report.figure("two runs of a round without NAT differ by, median", 100 * statistics.median(controls), "%")
-    report.figure("smallest ratio of a round", ratios[0], "x")
-    report.figure("largest ratio of a round", ratios[-1], "x")
-    name = "iteration behind NAT over the same paths without it, median of rounds"
-    if half is None:
-        report.void(name, "one round has no interval: give --rounds 4 or more")
+def span_of(plain: SiteRun, nat: SiteRun, *, control: bool, others_cores: float) -> Span:
+    plain_s, nat_s, num_late = [], [], 0
+    for one, other in zip(plain.blocks, nat.blocks, strict=True):
+        took = [run.counted(one.began, one.ended) for run in (plain, nat)]
+        if min(map(len, took)) < MIN_STEPS:
+            continue
+        if one.late or other.late:
+            num_late += 1
+            continue
+        plain_s.append(statistics.median(took[0]))
+        nat_s.append(statistics.median(took[1]))
+    return Span(control, plain_s, nat_s, num_late, others_cores)
+
+
+def measure_span(base: Path, num_steps: int, *, number: int, control: bool) -> tuple[Span, list[SiteRun]]:
+    with Sites(KINDS, PATH, nat=False) as without, Sites(KINDS, PATH, nat=not control) as behind:
+        plain = SiteRun(base / f"{number}-plain", without, num_steps)
+        nat = SiteRun(base / f"{number}-nat", behind, num_steps)
+        others = Others()
+        train(*((plain, nat) if number % 2 else (nat, plain)))
+        span = span_of(plain, nat, control=control, others_cores=others.cores)
+    took = [f"{run.iteration_s * 1e3:.1f} ms" for run in (plain, nat)]
+    blocks = f"{len(span.plain_s)} blocks, {span.num_late} more with a late emulator"
+    ratio = f"ratio {span.ratio:.4f}" if span.plain_s else "no ratio"
+    print(f"# without NAT {took[0]}, {'control' if control else 'behind it'} {took[1]}: {ratio}, {blocks}", flush=True)
+    return span, [plain, nat]
+
+
+def measure_cost(report: Report, base: Path, args: argparse.Namespace) -> list[SiteRun]:
+    """All runs, for `compare`."""
+    spans, runs = [], list[SiteRun]()
+    if args.keep is not None and args.keep.exists():
+        spans = [Span(**json.loads(line)) for line in args.keep.read_text().splitlines()]
+    for number in range(args.spans):
+        span, pair = measure_span(base, args.steps, number=number, control=args.control)
+        spans.append(span)
+        runs += pair
+        if args.keep is not None:
+            with args.keep.open("a") as file:
+                file.write(json.dumps(asdict(span)) + "\n")
+    for control in (True, False):
+        if found := [span for span in spans if span.control == control and span.plain_s]:
+            report_ratio(report, found, control=control)
+    return runs
+
+
+def report_ratio(report: Report, spans: Sequence[Span], *, control: bool) -> None:
+    """The estimate and its interval. There is no verdict if the bar lies in the interval."""
+    kind = "control, both without NAT" if control else "behind NAT over without"
+    ratios = [span.ratio for span in spans]
+    plain_s = [statistics.median(span.plain_s) for span in spans]
+    report.figure(f"{kind}: spans", len(spans), "")
+    report.figure(f"{kind}: blocks that count", sum(len(span.plain_s) for span in spans), "")
+    report.figure(f"{kind}: blocks with a late emulator", sum(span.num_late for span in spans), "")
+    report.figure(f"{kind}: cores of other processes, median", statistics.median(s.others_cores for s in spans), "")
+    report.figure(f"{kind}: iteration without NAT, median", statistics.median(plain_s) * 1e3, "ms")
+    report.figure(f"{kind}: smallest ratio of a span", min(ratios), "x")
+    report.figure(f"{kind}: largest ratio of a span", max(ratios), "x")
+    name = f"{kind}: iteration, geometric mean of spans"
+    found = interval(ratios)
+    if found is None:
+        report.void(name, "one span has no interval: give --spans 2 or more")
         return
-    report.figure("half of the 95 % interval of the ratio", half, "x")
-    if half < NAT_COSTS - 1:
-        report.figure(name, statistics.median(ratios), "x", at_most=NAT_COSTS)
+    (low, high), mean = found, statistics.geometric_mean(ratios)
+    report.figure(f"{kind}: low end of the 95 % interval", low, "x")
+    report.figure(f"{kind}: high end of the 95 % interval", high, "x")
+    if control:
+        report.figure(name, mean, "x")
+    elif low <= NAT_COSTS < high:
+        report.void(name, f"{mean:.4f}, and its 95 % interval has {NAT_COSTS} in it: give more --spans")
     else:
-        report.void(name, f"{len(rounds)} rounds on this host give it to within {half:.1%} only: give more --rounds")
+        report.figure(name, mean, "x", at_most=NAT_COSTS)
 
 
-def half_interval(values: Sequence[float]) -> float | None:
-    """Half of the 95 % interval of the mean (Student's t). None: there is only one value."""
-    if len(values) < 2:
+def interval(ratios: Sequence[float]) -> tuple[float, float] | None:
+    """The 95 % interval of the geometric mean (Student's t). None: there is only one value."""
+    if len(ratios) < 2:
         return None
-    return STUDENT[min(len(values), len(STUDENT) + 1) - 2] * statistics.stdev(values) / math.sqrt(len(values))
+    logs = [math.log(ratio) for ratio in ratios]
+    half = STUDENT[min(len(logs), len(STUDENT) + 1) - 2] * statistics.stdev(logs) / math.sqrt(len(logs))
+    return math.exp(statistics.mean(logs) - half), math.exp(statistics.mean(logs) + half)
 
 
 # ---- atlas wan check -------------------------------------------------------------------------------------------------
@@ -261,7 +219,7 @@ def check_sites(base: Path) -> tuple[float, dict[str, int], dict[str, str], int]
             command += ["--rendezvous", f"{sites.sites['east'].gateway.address}:{RENDEZVOUS}"]
             log = stack.enter_context((base / f"{dc}.log").open("w"))
             processes[dc] = site.popen(command, cwd=base, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-            stack.callback(_end, processes[dc])
+            stack.callback(end, processes[dc])
         while any(process.poll() is None for process in processes.values()) and time.monotonic() < begun + LIMIT_S:
             started |= {pid for process in processes.values() for pid in below(process.pid)}
             time.sleep(0.05)
@@ -291,21 +249,31 @@ def measure_check(report: Report, base: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="20 steps, once")
-    parser.add_argument("--rounds", type=int, default=4, help="of four runs each")
-    parser.add_argument("--check-only", action="store_true", help="only `atlas wan check`")
+    parser.add_argument("--quick", action="store_true", help="one span of 60 steps")
+    parser.add_argument("--spans", type=int, default=6, help="pairs of runs, for the cost of NAT")
+    parser.add_argument("--steps", type=int, default=NUM_STEPS, help="of each run of a span")
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="append spans to it, and judge all that are in it")
+    parser.add_argument("--control", action="store_true", help="both runs of a span without NAT")
+    parser.add_argument("--only", choices=("check", "training", "cost"), help="one part")
     args = parser.parse_args()
+    if args.quick:
+        args.spans, args.steps = 1, 60
     if reason := missing():
         return not_measured("real_sites", reason)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # processes and namespaces end on the way out
     report = Report("Datacenters behind NAT", "the same run on loopback and without NAT")
     with tempfile.TemporaryDirectory(prefix="atlas-sites-") as folder:
-        check = Path(folder) / "check"
-        check.mkdir()
-        measure_check(report, check)
-        if args.check_only:
-            return report.finish()
-        measure_training(report, Path(folder), 20 if args.quick else NUM_STEPS, 1 if args.quick else args.rounds)
+        base, runs = Path(folder), list[SiteRun]()
+        if args.only in (None, "check"):
+            (base / "check").mkdir()
+            measure_check(report, base / "check")
+        certificates(base / "ca", list(KINDS))
+        if args.only in (None, "training"):
+            runs += measure_training(report, base)
+        if args.only in (None, "cost"):
+            runs += measure_cost(report, base, args)
+        if runs:
+            compare(report, base, runs)
     return report.finish()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -80,15 +81,34 @@ def test_no_round_starts_after_the_time_limit(monkeypatch: pytest.MonkeyPatch) -
     assert [row["ok"] for row in late.rows] == [True, None], "the losses of the first round agree; no speed is reported"
 
 
-def test_the_cost_of_nat_is_judged_only_if_the_host_is_steady_enough(capsys: pytest.CaptureFixture[str]) -> None:
-    from real_sites import Round, report_ratio
+def test_the_cost_of_nat_is_judged_only_if_the_bar_is_outside_its_interval(capsys: pytest.CaptureFixture[str]) -> None:
+    from real_sites import Span, report_ratio
 
-    steady = [Round((1.00, 1.01), (1.02, 1.01)), Round((1.00, 1.00), (1.00, 1.01))] * 2
-    for rounds, ok in ((steady, True), ([Round((1.0, 1.2), (0.9, 1.3)), steady[0]], None), (steady[:1], None)):
+    def verdict(*ratios: float) -> bool | None:
         report = Report("NAT", "no NAT")
-        report_ratio(report, rounds)
-        assert report.rows[-1]["ok"] is ok
-    slow = [Round(one.plain, [1.1 * seconds for seconds in one.nat]) for one in steady]
-    report = Report("NAT", "no NAT")
-    report_ratio(report, slow)
-    assert report.rows[-1]["ok"] is False
+        spans = [Span(False, [1.0, 1.0, 1.0], [ratio, 0.9 * ratio, 1.1 * ratio], 0, 0.1) for ratio in ratios]
+        report_ratio(report, spans, control=False)
+        return bool(report.rows[-1]["ok"]) if report.rows[-1]["ok"] is not None else None
+
+    assert verdict(1.00, 1.01, 1.02, 1.00) is True
+    assert verdict(1.10, 1.11, 1.12, 1.10) is False
+    assert verdict(0.90, 1.01, 1.12, 1.00) is None, "the interval has the bar in it"
+    assert verdict(1.00) is None, "one span has no interval"
+
+
+def test_a_block_with_a_late_emulator_or_few_steps_does_not_count() -> None:
+    from lab.site_runs import Block
+    from real_sites import span_of
+
+    def run(seconds: float, late: str, first: int = 11) -> SimpleNamespace:
+        """Twelve steps a block; three blocks."""
+        blocks = [Block(12.0 * k, 12.0 * (k + 1), late if k == 1 else "") for k in range(3)]
+        steps = [{"step": k + 1, "time": k + 0.5, "iteration_s": seconds} for k in range(36)]
+        counted = lambda began, ended: [  # noqa: E731
+            s["iteration_s"] for s in steps if s["step"] >= first and began < s["time"] <= ended
+        ]
+        return SimpleNamespace(blocks=blocks, counted=counted)
+
+    found = span_of(run(1.0, ""), run(1.01, "late"), control=False, others_cores=0.0)
+    assert (list(found.plain_s), found.num_late) == ([1.0], 1)
+    assert found.ratio == pytest.approx(1.01)
