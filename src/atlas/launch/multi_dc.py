@@ -16,7 +16,7 @@ from pathlib import Path
 from atlas.errors import AtlasError
 from atlas.launch.agent import Agent, AgentSettings
 from atlas.launch.coordinator import Coordinator, RunCallbacks
-from atlas.launch.expiry_watch import ExpiryWatch
+from atlas.launch.expiry_watch import expiry_watch
 from atlas.launch.hosts import hosts_needed, workers_by_datacenter
 from atlas.launch.preflight import devices_for, require_executable, require_room
 from atlas.launch.prepared_job import PreparedJob, digest_of, prepare_job
@@ -54,7 +54,7 @@ def train_here(job: Job, options: TrainOptions, settings: AgentSettings, callbac
         _require_other_name(datacenters)
     _require_host(job, settings, callbacks.say)
     security = security_of(settings)
-    with ExpiryWatch(settings.certificates, mine.datacenter, callbacks.say):
+    with expiry_watch(settings.certificates, mine.datacenter, callbacks.say):
         return _launched(job, options, settings, callbacks, security)
 
 
@@ -117,7 +117,7 @@ def coordinate(job: Job, options: TrainOptions, settings: AgentSettings, callbac
     job = _without_lost(job, options, settings)
     _require_other_name(_datacenters(job))
     prepared, security = prepare_job(job, options), security_of(settings)
-    with ExpiryWatch(settings.certificates, settings.name.datacenter, callbacks.say):
+    with expiry_watch(settings.certificates, settings.name.datacenter, callbacks.say):
         return coordinated(_coordinator(prepared, options, settings, callbacks, security, state), callbacks)
 
 
