@@ -3,6 +3,8 @@
     python bench/real_sites.py                            6 spans; about 12 minutes on 2 cores
     python bench/real_sites.py --only cost --spans 2 --keep FILE     in pieces: the verdict is over all spans in FILE
     python bench/real_sites.py --only cost --control      two runs without NAT in place of one with: what the host adds
+    python bench/real_sites.py --only cost --control --longer 3     the second over paths that are 3 ms longer one way:
+                                                          whether the estimate shows a cost that is known
     python bench/real_sites.py --quick | --only check
 
 Trains 50 steps over an emulated WAN (40 ms one way, 100 Mbit/s per pair) between network namespaces, with nftables in
@@ -43,7 +45,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +110,8 @@ class Span:
     num_late: int
     """Blocks that do not count because an emulator was late."""
     others_cores: float
+    longer_ms: float = 0.0
+    """The paths of the second are so much longer, one way; in a control only."""
 
     @property
     def ratio(self) -> float:
@@ -128,13 +132,17 @@ def span_of(plain: SiteRun, nat: SiteRun, *, control: bool, others_cores: float)
     return Span(control, plain_s, nat_s, num_late, others_cores)
 
 
-def measure_span(base: Path, num_steps: int, *, number: int, control: bool) -> tuple[Span, list[SiteRun]]:
-    with Sites(KINDS, PATH, nat=False) as without, Sites(KINDS, PATH, nat=not control) as behind:
+def measure_span(
+    base: Path, num_steps: int, *, number: int, control: bool, longer_ms: float
+) -> tuple[Span, list[SiteRun]]:
+    path = replace(PATH, latency_s=PATH.latency_s + longer_ms / 1e3)
+    with Sites(KINDS, PATH, nat=False) as without, Sites(KINDS, path, nat=not control) as behind:
         plain = SiteRun(base / f"{number}-plain", without, num_steps)
         nat = SiteRun(base / f"{number}-nat", behind, num_steps)
         others = Others()
         train(*((plain, nat) if number % 2 else (nat, plain)))
         span = span_of(plain, nat, control=control, others_cores=others.cores)
+        span = replace(span, longer_ms=longer_ms)
     took = [f"{run.iteration_s * 1e3:.1f} ms" for run in (plain, nat)]
     blocks = f"{len(span.plain_s)} blocks, {span.num_late} more with a late emulator"
     ratio = f"ratio {span.ratio:.4f}" if span.plain_s else "no ratio"
@@ -148,21 +156,23 @@ def measure_cost(report: Report, base: Path, args: argparse.Namespace) -> list[S
     if args.keep is not None and args.keep.exists():
         spans = [Span(**json.loads(line)) for line in args.keep.read_text().splitlines()]
     for number in range(args.spans):
-        span, pair = measure_span(base, args.steps, number=number, control=args.control)
+        span, pair = measure_span(base, args.steps, number=number, control=args.control, longer_ms=args.longer)
         spans.append(span)
         runs += pair
         if args.keep is not None:
             with args.keep.open("a") as file:
                 file.write(json.dumps(asdict(span)) + "\n")
-    for control in (True, False):
-        if found := [span for span in spans if span.control == control and span.plain_s]:
-            report_ratio(report, found, control=control)
+    for kind in sorted({(span.longer_ms, not span.control) for span in spans}):
+        if found := [span for span in spans if (span.longer_ms, not span.control) == kind and span.plain_s]:
+            report_ratio(report, found)
     return runs
 
 
-def report_ratio(report: Report, spans: Sequence[Span], *, control: bool) -> None:
-    """The estimate and its interval. There is no verdict if the bar lies in the interval."""
+def report_ratio(report: Report, spans: Sequence[Span]) -> None:
+    """Of spans of one kind: the estimate and its interval. There is no verdict if the bar lies in the interval."""
+    control, longer_ms = spans[0].control, spans[0].longer_ms
     kind = "control, both without NAT" if control else "behind NAT over without"
+    kind += f", one over paths {longer_ms:g} ms longer" if longer_ms else ""
     ratios = [span.ratio for span in spans]
     plain_s = [statistics.median(span.plain_s) for span in spans]
     report.figure(f"{kind}: spans", len(spans), "")
@@ -254,8 +264,13 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=NUM_STEPS, help="of each run of a span")
     parser.add_argument("--keep", type=Path, metavar="FILE", help="append spans to it, and judge all that are in it")
     parser.add_argument("--control", action="store_true", help="both runs of a span without NAT")
+    parser.add_argument(
+        "--longer", type=float, default=0.0, metavar="MS", help="with --control: of the second run's paths"
+    )
     parser.add_argument("--only", choices=("check", "training", "cost"), help="one part")
     args = parser.parse_args()
+    if args.longer and not args.control:
+        parser.error("--longer: both runs of a control are without NAT; give --control too")
     if args.quick:
         args.spans, args.steps = 1, 60
     if reason := missing():

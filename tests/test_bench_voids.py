@@ -87,7 +87,7 @@ def test_the_cost_of_nat_is_judged_only_if_the_bar_is_outside_its_interval(capsy
     def verdict(*ratios: float) -> bool | None:
         report = Report("NAT", "no NAT")
         spans = [Span(False, [1.0, 1.0, 1.0], [ratio, 0.9 * ratio, 1.1 * ratio], 0, 0.1) for ratio in ratios]
-        report_ratio(report, spans, control=False)
+        report_ratio(report, spans)
         return bool(report.rows[-1]["ok"]) if report.rows[-1]["ok"] is not None else None
 
     assert verdict(1.00, 1.01, 1.02, 1.00) is True
