@@ -45,8 +45,11 @@ def scheduled_place(job: Job, datacenter: str, environment: Mapping[str, str]) -
 
 def hosts_needed(job: Job) -> dict[str, int]:
     """By datacenter with workers, in the order of the pipeline: the hosts that the plan uses."""
-    gpus = {dc.name: dc.gpus_per_node for dc in job.cluster.datacenters}
-    return {dc: -(-count // max(1, gpus[dc] // job.tp)) for dc, count in workers_by_datacenter(job).items()}
+    return {dc: -(-count // workers_per_host(job, dc)) for dc, count in workers_by_datacenter(job).items()}
+
+
+def workers_per_host(job: Job, dc: str) -> int:
+    return max(1, job.cluster.dc(dc).gpus_per_node // job.tp)
 
 
 def workers_by_datacenter(job: Job) -> dict[str, int]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from atlas.launch.hosts import NUM_HOSTS, hosts_needed
+from atlas.launch.hosts import NUM_HOSTS, hosts_needed, workers_per_host
 from atlas.launch.job_readme import DOCKERFILE, readme
 from atlas.spec import Job
 from atlas.spec.recipe import NetworkRecipe
@@ -82,7 +82,7 @@ class LaunchChoice:
         """On each host; none where training runs on CPUs."""
         if not self.device.startswith("cuda"):
             return 0
-        return next(found.gpus_per_node for found in self.job.cluster.datacenters if found.name == dc)
+        return self.job.cluster.dc(dc).gpus_per_node
 
     def words(self, dc: str, *, config: str, disk: str) -> list[str]:
         """`train ...`, the same on every host of a datacenter. Shell variables are expanded by a shell."""
@@ -120,20 +120,14 @@ def torchrun_files(choice: LaunchChoice) -> dict[str, str]:
     """A script for each datacenter, started on each of its hosts."""
     files: dict[str, str] = {}
     for dc, count in choice.hosts.items():
-        each = max(1, (choice.gpus(dc) or _workers_per_host(choice, dc)) // (choice.job.tp if choice.gpus(dc) else 1))
         program = (
-            f"exec torchrun --nnodes {count} --nproc-per-node {each} --rdzv-backend c10d --rdzv-id {choice.name} "
-            "--rdzv-endpoint $HOST0 -m atlas"
+            f"exec torchrun --nnodes {count} --nproc-per-node {workers_per_host(choice.job, dc)} --rdzv-backend c10d "
+            f"--rdzv-id {choice.name} --rdzv-endpoint $HOST0 -m atlas"
         )
         line = _line(choice.words(dc, config=".", disk=f"disk/{dc}"), program)
         need = ': "${HOST0:?set HOST0 to HOST:PORT of the first host of this datacenter, the same on each}"'
         files[f"{dc}.sh"] = _script(need, choice.advertise(dc), line)
     return files
-
-
-def _workers_per_host(choice: LaunchChoice, dc: str) -> int:
-    found = next(found for found in choice.job.cluster.datacenters if found.name == dc)
-    return max(1, found.gpus_per_node // choice.job.tp)
 
 
 def _script(*lines: str) -> str:
@@ -300,12 +294,12 @@ def skypilot_files(choice: LaunchChoice) -> dict[str, str]:
     """One job group: a task for each datacenter, all at once."""
     documents: list[dict[str, Any]] = [{"name": choice.name, "execution": "parallel"}]
     for dc, count in choice.hosts.items():
-        found = next(found for found in choice.job.cluster.datacenters if found.name == dc)
         first = dc == next(iter(choice.hosts)) and not choice.apart
         ports = [choice.ports_of(dc), *([choice.rendezvous.rpartition(":")[2]] if first else [])]
         resources: dict[str, Any] = {"image_id": f"docker:{choice.image}", "ports": ports}
         if choice.gpus(dc):
-            resources["accelerators"] = f"{found.gpu.split('-')[0].upper()}:{choice.gpus(dc)}"
+            gpu = choice.job.cluster.dc(dc).gpu
+            resources["accelerators"] = f"{gpu.split('-')[0].upper()}:{choice.gpus(dc)}"
         line = _line(choice.words(dc, config=".", disk=f"disk/{dc}"), "exec atlas")
         run = f"{choice.advertise(dc)}\n{line}\n"
         documents.append({"name": dc, "num_nodes": count, "resources": resources, "workdir": ".", "run": run})
