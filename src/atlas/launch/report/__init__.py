@@ -86,7 +86,8 @@ class RunReport:
         self._lines: list[AppendedLines] = []
         self._journals: list[Journal] = []
         self._events: AppendedLines | None = None
-        self._handler, self._restarts = _NoteHandler(self), _RestartHandler(self.metrics)
+        self._handler = _MessageHandler(logging.WARNING, partial(self.note, kind="warning"))
+        self._restarts = _MessageHandler(logging.INFO, self.metrics.restarted)
         logging.getLogger("atlas.restarts").addHandler(self._restarts)
         self._server: MetricsServer | None = None
         self._trackers: list[TrackerThread] = []
@@ -172,26 +173,15 @@ class RunReport:
                 self._warn(f"report ({what}): {error}. Training continues; this part of the report is lost")
 
 
-class _NoteHandler(logging.Handler):
-    """Records what the launcher warns of."""
+class _MessageHandler(logging.Handler):
+    """Passes on the text of each record."""
 
-    def __init__(self, report: RunReport) -> None:
-        super().__init__(logging.WARNING)
-        self._report = report
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._report.note(record.getMessage(), kind="warning")
-
-
-class _RestartHandler(logging.Handler):
-    """Counts what the supervisor restarts for."""
-
-    def __init__(self, metrics: TrainingMetrics) -> None:
-        super().__init__(logging.INFO)
-        self._metrics = metrics
+    def __init__(self, level: int, take: Callable[[str], None]) -> None:
+        super().__init__(level)
+        self._take = take
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._metrics.restarted(record.getMessage())
+        self._take(record.getMessage())
 
 
 def _finite(event: Mapping[str, Any]) -> dict[str, Any]:
