@@ -85,7 +85,7 @@ class ControlChannel:
         self._lock = threading.RLock()
         self._kept: deque[tuple[int, bytes]] = deque()
         self._kept_bytes = 0
-        self._num_sent, self._num_received = 0, 0
+        self._num_sent = self.num_received = 0
         self._connection: _Connection | None = None
         self._handler: Callable[[Message], None] | None = None
 
@@ -93,15 +93,11 @@ class ControlChannel:
     def is_connected(self) -> bool:
         return self._connection is not None
 
-    @property
-    def num_received(self) -> int:
-        return self._num_received
-
     def send(self, message: Message) -> None:
         """Queue a message. Raises if it is too large, or if too many bytes are unconfirmed already; later messages
         are not affected."""
         with self._lock:
-            data = frame({"number": self._num_sent + 1, "message": message, "received": self._num_received})
+            data = frame({"number": self._num_sent + 1, "message": message, "received": self.num_received})
             if self._kept_bytes + len(data) > MAX_KEPT_BYTES:
                 waiting = self._kept_bytes + len(data)
                 raise WorkerError(f"{waiting:,} bytes are queued for a launcher that does not read them")
@@ -141,7 +137,7 @@ class ControlChannel:
         with self._lock:
             self.detach()
             self._kept.clear()
-            self._kept_bytes = self._num_sent = self._num_received = 0
+            self._kept_bytes = self._num_sent = self.num_received = 0
             for message in messages:
                 self.send(message)
 
@@ -150,9 +146,9 @@ class ControlChannel:
             if self._connection is not connection:
                 return
             self._forget(int(body["received"]))
-            if body.get("number", 0) != self._num_received + 1:  # a heartbeat or a duplicate
+            if body.get("number", 0) != self.num_received + 1:  # a heartbeat or a duplicate
                 return
-            self._num_received += 1
+            self.num_received += 1
             self.put(dict(body["message"]))
 
     def put(self, message: Message) -> None:
@@ -173,7 +169,7 @@ class ControlChannel:
             self._kept_bytes -= len(self._kept.popleft()[1])
 
     def _heartbeat(self) -> bytes:
-        return frame({"received": self._num_received})
+        return frame({"received": self.num_received})
 
     def _lost(self, connection: _Connection) -> None:
         with self._lock:

@@ -226,18 +226,13 @@ def own_address(toward: Address) -> str:
     return "127.0.0.1"
 
 
-def is_own(host: str) -> bool:
-    """Whether this host can listen at the address."""
-    return _bind_error(host, 0) is None
-
-
 def rendezvous_to_bind(rendezvous: Address, network: SiteNetwork) -> Address:
     """Where the rendezvous listens: at its own address if this host has it, else at --listen, with the same port: the
     address that others dial may belong to a NAT."""
     (host, port), listen, ports = rendezvous, network.listen, network.ports
     if ports is not None and ports.first <= port <= ports.last:
         raise AtlasError(f"--ports {ports}: the rendezvous has port {port}. Give a range without it")
-    return (host if is_own(host) or listen == SiteNetwork().listen else listen), port
+    return (host if _bind_error(host, 0) is None or listen == SiteNetwork().listen else listen), port
 
 
 def require_own(host: str) -> None:
