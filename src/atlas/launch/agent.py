@@ -186,7 +186,7 @@ class Agent:
             "admit": self._admit,
             "clock": lambda attempt, _message: self._reply(attempt, {"clock": time.monotonic_ns()}),
             "to": self._forward,
-            "rails": lambda attempt, message: attempt.rails.heard(*message["rails"]),
+            "rails": lambda attempt, message: attempt.rails.receive(*message["rails"]),
             "done": self._note_done,
             "end": lambda _attempt, _message: self._end(),
         }

@@ -168,9 +168,9 @@ def emulate(
         outcome = monitor.play()
         late_s = net.lateness.worst_s if net is not None else 0.0
         overrun_s = max(result["overrun_ns"] for result in outcome.results.values()) / 1e9
-        report, told = rails.report(monitor.records.num_forgotten), _told(outcome)
-        told |= {} if report is None else {"fabric": report.rows}
-        timeline = monitor.timeline({"late_s": late_s, "overrun_s": overrun_s, "streams": settings.streams, **told})
+        report, facts = rails.report(monitor.records.num_forgotten), _worker_facts(outcome)
+        facts |= {} if report is None else {"fabric": report.rows}
+        timeline = monitor.timeline({"late_s": late_s, "overrun_s": overrun_s, "streams": settings.streams, **facts})
         weights = _weights(workers, program) if settings.keep_weights else {}
         return Emulation(
             timeline, outcome.losses, weights, late_s, overrun_s, monitor.records.norms(), report, outcome.exit_code
@@ -184,8 +184,8 @@ def _begin(rails: RailControl, net: ProxyNet | None, zero_ns: int) -> None:
         net.restart_weather(zero_ns)
 
 
-def _told(outcome: RunOutcome) -> dict[str, Any]:
-    """What workers say of themselves at the end, for the timeline's `meta`."""
+def _worker_facts(outcome: RunOutcome) -> dict[str, Any]:
+    """What workers report at the end, for the timeline's `meta`."""
     return {
         key: {name: result[key] for name, result in outcome.results.items()}
         for key in ("copied", "compiled", "peak_bytes", "start_s")

@@ -32,7 +32,7 @@ def sums_by_datacenter(
 ) -> dict[str, LocalSums]:
     """By datacenter. Reports where it differs from what the recipe says.
 
-    `hosts`: by agent (`west/site0`), what it said of itself: {"private": whether its network is}.
+    `hosts`: by agent (`west/site0`), what it reported: {"private": whether its network is private}.
     """
     training = prepared.training
     private: dict[str, list[bool]] = {}

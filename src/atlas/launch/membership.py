@@ -160,12 +160,12 @@ class Membership:
         return missing
 
     def _learn(self) -> None:
-        """How many hosts each datacenter has, as its launchers say."""
-        said = {a.home.datacenter: a.home.num_parts for a in self.rendezvous.everyone if not a.home.is_spare}
-        changed = {dc for dc, count in said.items() if self.num_hosts.get(dc, count) != count}
-        if said.items() <= self.num_hosts.items():
+        """How many hosts each datacenter has, as its launchers report."""
+        reported = {a.home.datacenter: a.home.num_parts for a in self.rendezvous.everyone if not a.home.is_spare}
+        changed = {dc for dc, count in reported.items() if self.num_hosts.get(dc, count) != count}
+        if reported.items() <= self.num_hosts.items():
             return
-        self.num_hosts |= said
+        self.num_hosts |= reported
         self.close_places(frozenset(place for place in self.lost if place[0] not in changed))
 
     def close_places(self, lost: frozenset[HostPlace]) -> None:

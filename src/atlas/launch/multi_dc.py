@@ -89,7 +89,7 @@ def _launched(
     try:
         host, port = coordinator.rendezvous.address
         own = agent(("127.0.0.1" if is_wildcard(host) else host, port))
-        own.say = lambda line: None  # the coordinator says the same
+        own.say = lambda line: None  # the coordinator prints the same
 
         def run_agent() -> None:
             try:
@@ -149,7 +149,7 @@ def _coordinator(
     def ask(offer: str, lost: str) -> None:
         _ask(offer, lost, callbacks.say, auto=settings.auto_replan)
 
-    digest = digest_of(prepared.job, replace(options, stated=None))  # what the coordinator says applies to all
+    digest = digest_of(prepared.job, replace(options, stated=None))  # the coordinator's recipe applies to all
     address = rendezvous_to_bind(settings.rendezvous, settings.network)
     state = StateFile(folder, digest.partition(" ")[0])
     try:
@@ -199,7 +199,7 @@ def _require_host(job: Job, settings: AgentSettings, say: Callable[[str], None])
     saves = settings.checkpoints is not None
     network.require_ports(num_workers, saves=saves, launchers=settings.launchers_here)
     if network.ports is not None:
-        say(f"{name} {network.said(num_workers, saves=saves)}")
+        say(f"{name} {network.described(num_workers, saves=saves)}")
 
 
 def _datacenters(job: Job) -> list[str]:

@@ -88,8 +88,8 @@ def meeting_paths(
         lane = _lane(*ends)
         if ends[::-1] not in paths:
             paths[ends] = PathSpec(latency_s(*lane), None, most[lane] * 8 / lane_s[lane], None)
-    told = [(role.node, other.node_of(*peer)) for role in roles for other, peer in norm_receivers(role)]
-    for ends in told:
+    norms = [(role.node, other.node_of(*peer)) for role in roles for other, peer in norm_receivers(role)]
+    for ends in norms:
         if ends not in paths and ends[::-1] not in paths:
             paths[ends] = PathSpec(latency_s(*_lane(*ends)), None, None, None)
     return paths

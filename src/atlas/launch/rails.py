@@ -149,7 +149,7 @@ class _CellRails:
                         self.controller.free(first + self.period + self.hops[ranks, c])
 
     def _all_did(self, what: str, step: int, rank: int) -> bool:
-        """Whether the last of a rank's workers says so."""
+        """Whether all workers of a rank have reported it."""
         self.counts[what, step, rank] += 1
         if self.counts[what, step, rank] < self.program.num_pipelines:
             return False
@@ -162,11 +162,11 @@ class _CellRails:
         ranks, step, num_ranks = change.ranks, self.steps.start + iteration, self.program.num_ranks
         if change.to == "hop":
             a, b = (self.names[change.pipeline * num_ranks + rank] for rank in ranks)
-            self.rails.tell(a, step, ranks[1])
-            self.rails.tell(b, step, ranks[0])
+            self.rails.notify(a, step, ranks[1])
+            self.rails.notify(b, step, ranks[0])
         else:
             for c in range(self.program.num_pipelines):
-                self.rails.tell(self.names[c * num_ranks + ranks[0]], step, RING)
+                self.rails.notify(self.names[c * num_ranks + ranks[0]], step, RING)
             self.controller.forget((iteration - 1) * self.period)
 
     def rows(self, zero_ns: int, first: int) -> list[dict[str, Any]]:
@@ -218,7 +218,7 @@ class RailControl:
         self._loop = asyncio.new_event_loop()
         self._thread.start()
         asyncio.run_coroutine_threadsafe(self._make(), self._loop).result()
-        self.workers.handlers["circuits"] = self.heard
+        self.workers.handlers["circuits"] = self.receive
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -257,15 +257,15 @@ class RailControl:
         return RailReport(sum(one.num_changes for one in controllers), rows, failed)
 
     # ---- between the controller and the workers ----------------------------------------------------------------------
-    def tell(self, name: str, step: int, rank: int) -> None:
+    def notify(self, name: str, step: int, rank: int) -> None:
         self.workers.send(name, {"circuits": [step, rank]})
 
     def fail(self, error: AtlasError) -> None:
         """End the run with this error."""
         self.workers.fail(error)
 
-    def heard(self, name: str, news: Sequence[Any]) -> None:
-        """A worker says something; on any thread."""
+    def receive(self, name: str, news: Sequence[Any]) -> None:
+        """Handle a worker's message; called on any thread."""
         with contextlib.suppress(RuntimeError):  # the controller has ended
             self._loop.call_soon_threadsafe(self._note, name, news)
 

@@ -109,7 +109,7 @@ class Rendezvous:
         self.agents: dict[tuple[str, int], JoinedAgent] = {}
         self.waiting: dict[int, JoinedAgent] = {}
         self.closed: frozenset[tuple[str, int]] = frozenset()
-        """Places that the run does without: who comes back there waits."""
+        """Places that the run continues without. A launcher that returns there waits."""
         self.changed = threading.Condition()
         self.refusals: deque[Refusal] = deque(maxlen=MAX_HANDSHAKES)
         """Connections that proved no name, or not the one they gave; the latest."""
@@ -203,7 +203,7 @@ class Rendezvous:
         return new, True
 
     def put(self, agent: JoinedAgent, name: AgentName) -> None:
-        """Give it this place; who had it is out of the run."""
+        """Give it this place. The launcher that had it leaves the run."""
         before = self.agents.get(name.place)
         if before is not None and before is not agent:
             before.channel.detach()
@@ -261,7 +261,7 @@ class RendezvousClient:
         self.instance = secrets.randbits(62)
         self.channel = ControlChannel(self._changed)
         self.restart: Callable[[], None] = lambda: self.channel.restart(())
-        """Begins again with a new coordinator: the agent says where it is."""
+        """Begins again with a new coordinator: the agent reports its step."""
         self.epoch: Callable[[], int] = lambda: 0
         """Of the attempt that the agent is in."""
         self._token: int | None = None

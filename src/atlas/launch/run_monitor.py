@@ -103,8 +103,8 @@ class RunMonitor:
     say: Callable[[str], None] = log.warning
     on_step: OnStep | None = None
     on_done: Callable[[int], None] = lambda num_done: None
-    """Called with the number of steps that all have finished, after they are reported: who is killed in between
-    reports a step twice, and never not at all."""
+    """Called with the number of steps that all have finished, after they are reported: a coordinator that is
+    killed in between reports a step twice rather than never."""
     may_pause: Callable[[], bool] = lambda: False
     """Asked when a checkpoint is complete, or after a step where none is written on the way: whether to stop all
     workers after a common step, with a checkpoint, to continue on other hosts."""
@@ -214,7 +214,7 @@ class RunMonitor:
         return f"{done} and saved" + (": the same command resumes from there" if stopped else "")
 
     def _stop(self) -> dict[str, Any]:
-        """Stop all workers after the same step: they run ahead of each other, so each first says where it is."""
+        """Stop all workers after the same step: they run ahead of each other, so each first reports its step."""
         results: dict[str, Any] = {}
 
         def meanwhile(name: str, message: dict[str, Any]) -> bool:
@@ -288,11 +288,11 @@ class RunMonitor:
         if self.sent_bytes is not None:
             before, self._last_bytes = self._last_bytes, self.sent_bytes()
             event["wan_gbit_s"] = (self._last_bytes - before) * 8e-9 / seconds if seconds > 0 else None
-        told = {
+        facts = {
             key: {name: found[number].get(key) for name, found in self.records.by_worker.items()}
             for key in ("peak_bytes", "compiled")
         }
-        self.on_step(event, replace(timeline, meta={**timeline.meta, **told}))
+        self.on_step(event, replace(timeline, meta={**timeline.meta, **facts}))
 
     def _note_saved(self, name: str, message: dict[str, Any]) -> None:
         """A checkpoint that all workers have written, and copied where required, is complete: older ones may go."""

@@ -117,7 +117,7 @@ class SiteNetwork:
         """0: the checkpoint server; then the workers of this host."""
         return 0 if self.ports is None else self.ports.first + index
 
-    def said(self, num_workers: int, *, saves: bool) -> str:
+    def described(self, num_workers: int, *, saves: bool) -> str:
         """For the user: where it listens, and how many ports it needs."""
         needed, others = num_workers + saves, self.advertise or self.listen
         where = "a port that the kernel chooses" if self.ports is None else f"ports {self.ports}"

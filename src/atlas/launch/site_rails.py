@@ -1,7 +1,7 @@
 """Circuits of photonic rails in a run over several datacenters: every datacenter controls its own. Its first launcher
 has the controller and the switch; workers on its other hosts exchange messages with it through the coordinator.
 
-    coordinator -> agent    {"rails": [worker, news]}        what a worker on another host says
+    coordinator -> agent    {"rails": [worker, news]}        a message of a worker on another host
     agent -> coordinator    {"tell": [worker, message]}      for a worker on another host
                             {"kept": text}                   why the circuits stay as they are
 
@@ -80,7 +80,7 @@ def relay_circuits(workers: RemoteWorkers, shares: Shares) -> None:
     """Pass on messages between the controller of a datacenter and workers on its other hosts."""
     node_of = {role.name: _controller(shares, name.datacenter).node for name, own in shares.items() for role in own}
     workers.handlers["circuits"] = lambda name, news: workers.send_agent(node_of[name], {"rails": [name, news]})
-    workers.handlers["tell"] = lambda _node, told: workers.send(told[0], told[1])
+    workers.handlers["tell"] = lambda _node, relayed: workers.send(*relayed)
     workers.handlers["kept"] = lambda node, why: workers.warn(f"{workers.title(node)} keeps its circuits: {why}")
 
 
@@ -113,7 +113,7 @@ class SiteRails:
         switch: str,
         reply: Callable[[Message], None],
     ) -> None:
-        """Where this launcher controls: from now on workers are heard. `wanted`: with the steps of the attempt.
+        """Where this launcher controls: from now on handle messages of workers. `wanted`: has the attempt's steps.
         `switch`: an address, or EMULATED."""
         if self._known is None or not self._known["controls"]:
             return
@@ -138,10 +138,10 @@ class SiteRails:
             self._begun = True
             self._control.begin(start_ns)
 
-    def heard(self, name: str, news: Sequence[Any]) -> None:
+    def receive(self, name: str, news: Sequence[Any]) -> None:
         """From a worker on another host."""
         if self._control is not None:
-            self._control.heard(name, news)
+            self._control.receive(name, news)
 
     def close(self) -> None:
         if self._control is not None:

@@ -110,7 +110,7 @@ class WorkerGroup(ABC):
 
     @property
     def clock_of(self) -> dict[str, str]:
-        """By worker: who is asked for its clock. Processes of one host have one clock."""
+        """By worker: the process or agent to ask for its clock. Processes of one host have one clock."""
         return {name: name for name in self.names}
 
     def request(
