@@ -35,10 +35,11 @@ from atlas.ir.text import from_text
 from atlas.launch.agent import Agent, AgentSettings, _Attempt, _role
 from atlas.launch.control_channel import Message, unpack_text
 from atlas.launch.coordinator import RunCallbacks
-from atlas.launch.multi_dc import COORDINATOR, coordinate, security_of
+from atlas.launch.multi_dc import COORDINATOR, coordinate
 from atlas.launch.prepared_job import digest_of
 from atlas.launch.rendezvous import AgentName, RendezvousClient
 from atlas.launch.site_records import SiteRecords
+from atlas.launch.site_security import security_of
 from atlas.launch.train_options import TrainOptions
 from atlas.lifetime import Lifeline
 from atlas.runtime.wiring import WorkerRole
@@ -171,7 +172,7 @@ def start_launchers(folder: Path, names: list[AgentName], net: ProxyNet, port: i
     def start(name: AgentName) -> None:
         at = net.listen(name.node, COORDINATOR.node, ("127.0.0.1", port))
         settings = AgentSettings(name, at, apart=True, certificates=folder / "certs", device="cpu")
-        security = security_of(settings)
+        security = security_of(name, settings.certificates, ())
         client = RendezvousClient(at, COORDINATOR, name, digest, security, grace_s=60, patience_s=60)
         agent = agents[name] = StubAgent(settings, client, security, lambda line: None)
         threading.Thread(target=agent.run, daemon=True).start()

@@ -91,6 +91,8 @@ def test_a_trusted_network_that_is_none_or_without_certificates(
     said = told(capsys, *here, "10.0.0.0/33", "--certs", str(tmp_path / "certs"))
     assert "--trusted 10.0.0.0/33: not a network" in said
     assert "Give --certs too, or leave out --trusted" in told(capsys, *here, "10.0.0.0/8")
+    assert main(["wan", "check", job_file, "--dc", "east", "--trusted", "10.0.0.0/8", "--gather", "0.1"]) == 2
+    assert "Give --certs too, or leave out --trusted" in capsys.readouterr().err
 
 
 def test_a_certificate_of_another_datacenter_is_refused_at_once(

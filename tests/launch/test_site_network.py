@@ -15,7 +15,6 @@ from atlas.cli import main
 from atlas.commands.network_flags import network_of
 from atlas.errors import AtlasError
 from atlas.launch import site_network
-from atlas.launch.expiry_watch import expiry_watch
 from atlas.launch.rendezvous import AgentName
 from atlas.launch.site_network import (
     PortRange,
@@ -25,6 +24,7 @@ from atlas.launch.site_network import (
     require_apart,
     require_connected,
 )
+from atlas.launch.site_security import expiry_watch
 from atlas.spec.recipe import load_recipe
 from atlas.wan.security.certs import expiry_warnings, make_ca, make_node, require_current
 from atlas.wan.transport.base import PeerRoute

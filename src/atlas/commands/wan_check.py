@@ -25,7 +25,6 @@ from atlas.launch.network_check import CheckSettings, check_network
 from atlas.launch.site_network import rendezvous_to_bind
 from atlas.spec.plan import load_job_or_plan
 from atlas.spec.recipe import load_recipe
-from atlas.wan.security.certs import require_current, require_own_name
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -47,9 +46,6 @@ def run(args: argparse.Namespace) -> int:
     name, _ = agent_name(args.dc, args.node, os.environ)
     network = network_of(args, recipe.network)
     rendezvous = rendezvous_of(args)
-    if args.certs is not None:
-        require_current(args.certs, name.datacenter)
-        require_own_name(args.certs, name.datacenter)
     settings = CheckSettings(
         name,
         network,

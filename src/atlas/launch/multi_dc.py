@@ -16,7 +16,6 @@ from pathlib import Path
 from atlas.errors import AtlasError
 from atlas.launch.agent import Agent, AgentSettings
 from atlas.launch.coordinator import Coordinator, RunCallbacks
-from atlas.launch.expiry_watch import expiry_watch
 from atlas.launch.hosts import hosts_needed, workers_by_datacenter
 from atlas.launch.preflight import devices_for, require_executable, require_room
 from atlas.launch.prepared_job import PreparedJob, digest_of, prepare_job
@@ -24,12 +23,12 @@ from atlas.launch.rendezvous import COORDINATOR, AgentName, RendezvousClient
 from atlas.launch.replan import replan
 from atlas.launch.run_state import StateFile
 from atlas.launch.site_network import rendezvous_to_bind
+from atlas.launch.site_security import expiry_watch, security_of
 from atlas.launch.train_options import TrainOptions
 from atlas.planner.space import batch_of
 from atlas.spec import Job
 from atlas.spec.recipe import OBJECT_STORE
-from atlas.wan.security.certs import require_current, require_own_name
-from atlas.wan.security.credentials import Credentials, Security
+from atlas.wan.security.credentials import Security
 from atlas.wan.transport.base import Address, is_wildcard
 
 
@@ -53,7 +52,7 @@ def train_here(job: Job, options: TrainOptions, settings: AgentSettings, callbac
     if settings.apart:
         _require_other_name(datacenters)
     _require_host(job, settings, callbacks.say)
-    security = security_of(settings)
+    security = security_of(mine, settings.certificates, settings.trusted_networks)
     with expiry_watch(settings.certificates, mine.datacenter, callbacks.say):
         return _launched(job, options, settings, callbacks, security)
 
@@ -116,7 +115,8 @@ def coordinate(job: Job, options: TrainOptions, settings: AgentSettings, callbac
     require_executable(job, options.filler)
     job = _without_lost(job, options, settings)
     _require_other_name(_datacenters(job))
-    prepared, security = prepare_job(job, options), security_of(settings)
+    prepared = prepare_job(job, options)
+    security = security_of(settings.name, settings.certificates, settings.trusted_networks)
     with expiry_watch(settings.certificates, settings.name.datacenter, callbacks.say):
         return coordinated(_coordinator(prepared, options, settings, callbacks, security, state), callbacks)
 
@@ -165,22 +165,6 @@ def _require_other_name(datacenters: list[str]) -> None:
             f"the plan has a datacenter named {COORDINATOR.datacenter!r}, and that name is the coordinator's, also in "
             "its certificate. Rename the datacenter"
         )
-
-
-def security_of(settings: AgentSettings) -> Security:
-    if settings.certificates is None:
-        if settings.trusted_networks:
-            raise AtlasError(
-                f"--trusted {', '.join(settings.trusted_networks)}: hosts there prove their names by certificates, and "
-                "there are none. Give --certs too, or leave out --trusted"
-            )
-        return Security()
-    require_current(settings.certificates, settings.name.datacenter)
-    require_own_name(settings.certificates, settings.name.datacenter)
-    credentials = Credentials.of_folder(settings.certificates, settings.name.node)
-    security = Security(credentials, settings.trusted_networks)
-    _ = security.server_context, security.client_context  # raises now if files are missing or do not match
-    return security
 
 
 def num_workers_of(job: Job, name: AgentName) -> int:

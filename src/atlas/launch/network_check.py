@@ -31,6 +31,7 @@ from atlas.launch.control_channel import Message
 from atlas.launch.hosts import workers_by_datacenter
 from atlas.launch.rendezvous import COORDINATOR, AgentName, JoinedAgent, Rendezvous, RendezvousClient
 from atlas.launch.site_network import SiteFacts, SiteNetwork
+from atlas.launch.site_security import security_of
 from atlas.spec import Job
 from atlas.wan.probe.port_check import check_burst, check_port
 from atlas.wan.security.certs import described
@@ -93,9 +94,7 @@ def check_network(job: Job, settings: CheckSettings, say: Callable[[str], None])
         )
     what = [part.model_dump(mode="json") for part in job.parts]
     digest = "check " + hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
-    security = settings.security(mine.node)
-    if security.credentials is not None:
-        _ = security.server_context, security.client_context  # raises now if files are missing or do not match
+    security = security_of(mine, settings.certificates, settings.trusted_networks)
     with ExitStack() as stack:
         address = settings.rendezvous
         if mine.node == first.node:
