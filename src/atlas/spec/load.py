@@ -14,17 +14,7 @@ from pydantic import ValidationError
 
 from atlas.errors import InfeasibleError, SpecError
 from atlas.spec.batch import batch_sequences
-from atlas.spec.document import (
-    Document,
-    Keys,
-    apply_override,
-    dotted,
-    nearest,
-    part_of,
-    read_yaml,
-    replaced,
-    wrong,
-)
+from atlas.spec.document import Document, Keys, apply_override, dotted, nearest, part_of, read_yaml, replaced, wrong
 from atlas.spec.fabric import Fabric
 from atlas.spec.fields import Frozen
 from atlas.spec.gpus import ALIASES, GPUS, Calibration, Gpu
