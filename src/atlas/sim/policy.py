@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from atlas.ir.program import Ints, Kind, Layout, Memory, Op, Program
 from atlas.sim import cell
 from atlas.sim.cell import SLOT_B, SLOT_F, SLOT_R, SLOT_W, play_cell
 from atlas.sim.lower import NONE, network_tables
-from atlas.sim.rows import T_BEGUN, network
+from atlas.sim.rows import T_BEGUN, network, started
 
 ANYTIME, WHEN_NEXT_STARTS, ON_ARRIVAL = range(3)
 """When a recompute may start: after its forward; when the next stage is half through its backward (Varuna's
@@ -31,6 +32,8 @@ schedule); when the gradient is there (Varuna's own simulator)."""
 
 
 UNLIMITED = np.iinfo(np.int64).max // 2
+MANY_TRANSFERS = 50_000
+"""Larger networks are not kept for the next order: they are many megabytes, and made in less time than they run."""
 
 
 class Rule(NamedTuple):
@@ -90,16 +93,12 @@ def play_reversed(layout: Layout, costs: Costs, rule: Rule, memory: Memory, forw
     backward = Kind.I if rule.split else Kind.B
     slots = [backward, Kind.R, Kind.F, Kind.W]
     held = [memory.cap, *(memory.release[k] for k in slots), *(memory.acquire[k] for k in slots)]
-    mirrored = Costs(
-        costs.compute_ns, costs.links, costs.channel_link[::-1], costs.work_ns[::-1], costs.latency_ns[::-1],
-        costs.before_ns[::-1],
-    )  # fmt: skip
     num_mb = layout.num_microbatches
     swap = [SLOT_B, SLOT_R, SLOT_F, SLOT_W]
     lengths = costs.compute_ns.reshape(-1, costs.compute_ns.shape[2])[:, slots]
     ends = forward.start_ns[:, swap, ::-1] + lengths[:, :, None]
     by_channel = forward.transfer_start_ns.reshape(2, -1, num_mb)[::-1, :, ::-1].reshape(-1)
-    played = _run(layout, mirrored, rule._replace(reverse=True), slots, held, -ends, -by_channel)
+    played = _run(layout, _mirrored(costs), rule._replace(reverse=True), slots, held, -ends, -by_channel)
     start = played.makespan_ns - played.start_ns - lengths[:, :, None]
     start[played.start_ns == NONE] = NONE
     begun = played.makespan_ns - played.transfer_start_ns
@@ -117,19 +116,28 @@ def play_reversed(layout: Layout, costs: Costs, rule: Rule, memory: Memory, forw
     )
 
 
+@lru_cache(maxsize=4)
+def _mirrored(costs: Costs) -> Costs:
+    """With forward and backward traffic exchanged; the same object for the same costs."""
+    return Costs(
+        costs.compute_ns, costs.links, costs.channel_link[::-1], costs.work_ns[::-1], costs.latency_ns[::-1],
+        costs.before_ns[::-1],
+    )  # fmt: skip
+
+
 def _run(
     layout: Layout, costs: Costs, rule: Rule, slots: list[Kind], held: list[int], keys: Ints, turn: Ints
 ) -> PlayedOrder:
     """`held`: the cap, then by slot what an op takes, then by slot what it gives back."""
     num_workers, num_mb = layout.num_pipelines * layout.num_stages, layout.num_microbatches
-    tables = network_tables(costs, num_mb, turn)._replace(transfer_dst=_receivers(layout))
-    net = network(tables, num_workers)
+    find = _network if len(turn) < MANY_TRANSFERS else _network.__wrapped__
+    net = started(find(layout, costs), turn)
     state = _idle(num_workers, num_mb, rule, held)
     order = np.full((num_workers, 4 * num_mb), NONE, np.int64)
-    started = np.full((num_workers, 4, num_mb), NONE, np.int64)
+    begun = np.full((num_workers, 4, num_mb), NONE, np.int64)
     makespan = play_cell(
         _bits(rule), held[1 + SLOT_F], _rows(layout, costs, rule, slots, held), np.ascontiguousarray(keys), state,
-        np.zeros(len(turn), np.int64), started, order, np.arange(num_workers), *net,
+        np.zeros(len(turn), np.int64), begun, order, np.arange(num_workers), *net,
     )  # fmt: skip
     if (state[:, SLOT_B] != num_mb).any() or (rule.split and (state[:, SLOT_W] != num_mb).any()):
         raise ProgramError(
@@ -137,7 +145,16 @@ def _run(
             f"{held[1] + held[2]}; raise the memory cap or shrink the microbatch"
         )
     kinds, microbatches = np.where(order == NONE, NONE, order & 3), np.where(order == NONE, 0, order >> 2)
-    return PlayedOrder(kinds, microbatches, started, net[1][:, T_BEGUN], makespan)
+    return PlayedOrder(kinds, microbatches, begun, net[1][:, T_BEGUN], makespan)
+
+
+@lru_cache(maxsize=4)
+def _network(layout: Layout, costs: Costs) -> tuple[Any, ...]:
+    """The network at rest. A search plays hundreds of orders on the same links: with turns and without, and both
+    backwards in time."""
+    num_mb = layout.num_microbatches
+    tables = network_tables(costs, num_mb, np.zeros(costs.channel_link.size * num_mb, np.int64))
+    return network(tables._replace(transfer_dst=_receivers(layout)), layout.num_pipelines * layout.num_stages)
 
 
 def _bits(rule: Rule) -> int:

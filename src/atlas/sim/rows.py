@@ -77,6 +77,18 @@ def network(t: Tables, num_workers: int) -> tuple[Any, ...]:
     )
 
 
+def started(net: tuple[Any, ...], turn: Ints) -> tuple[Any, ...]:
+    """A network at rest with these turns, ready for one run. Scratch arrays are shared between runs: a run fills what
+    it reads, and no two are in the compiled code at once."""
+    transfers, times, links, fluids, free, *scratch, fifo_ends, trace, rate, time, events, _, delivered = net
+    transfers = transfers.copy()
+    transfers[:, T_TURN] = turn
+    return (
+        transfers, np.full_like(times, UNKNOWN), links.copy(), fluids.copy(), np.zeros_like(free), *scratch,
+        fifo_ends.copy(), trace, rate, time, events, np.zeros(3, np.int64), delivered,
+    )  # fmt: skip
+
+
 def _link_rows(t: Tables, slots: int) -> Ints:
     num_links = len(t.link_policy)
     channels = np.bincount(t.channel_link, minlength=num_links)
