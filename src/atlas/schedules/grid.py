@@ -5,12 +5,16 @@ less latency or more bandwidth can look worse. So orders are searched at grid po
 job's own values. A setting uses the points of its own grid cell and of every worse cell that has a lower bound below
 the best order so far. The result of a worse link is never below its bound. So where it could be faster, its points are
 among those used here, and one order takes no longer on better links: a better link never gives a slower result. Grid
-steps are in units of the slowest stage's work, which no link changes. Knows no order and no search.
+steps are in units of the slowest stage's work, which no link changes.
+
+Memory is the third direction: `tighter_limits` are fixed limits below the setting's own. An order that fits one of them
+fits the setting too. Knows no order and no search.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, pairwise
@@ -20,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atlas.cost.table import FAIR, PRIVATE, TURNS, Costs, LinkCost, lower_bound
-from atlas.ir.program import Ints, Kind, Layout
+from atlas.ir.program import Ints, Kind, Layout, Memory
 from atlas.schedules.setting import Setting
 
 Flags = NDArray[np.bool_]
@@ -46,8 +50,10 @@ NEAR = (Move(), Move(0, 1), Move(1, 0))
 REACHES = ((288, WIDE, 120), (72, NEAR, 6), (36, NEAR, 3), (0, NEAR[:1], 1))
 """Tries of a search, the points of a cell, and how many points are used at most, the nearest. A point with fewer than
 12 tries is not worth having. Few settings have more than 120 points that are worth a look."""
+RUNGS = 16
+"""Of the ladder of memory limits, evenly from none to all microbatches."""
 SLACK = 5e-4
-"""A cell whose bound is within this share of the best order so far is not worth a look."""
+"""A cell or a limit whose bound is within this share of the best order so far is not worth a look."""
 
 
 class Grid:
@@ -69,15 +75,12 @@ class Grid:
                 point = self._point(Move(cell.latency + move.latency, cell.load + move.load))
                 if (key := prices(point)) in seen:
                     continue
-                if len(seen) >= self._most or not self._is_worthwhile(bound_ns):
+                if len(seen) >= self._most or not is_worthwhile(bound_ns, self.best_ns):
                     break
                 seen.add(key)
                 yield point
             if len(seen) >= self._most:
                 return
-
-    def _is_worthwhile(self, bound_ns: int) -> bool:
-        return bound_ns < self.best_ns * (1 - SLACK)
 
     def _cells(self) -> Iterator[tuple[Move, int]]:
         """The setting's own cell and worse ones, nearest first, each with its bound, as long as it is worthwhile."""
@@ -88,7 +91,7 @@ class Grid:
                 cell = Move(far - load, load)
                 if any(cell.latency >= end.latency and cell.load >= end.load for end in ended):
                     continue  # a bound only grows with latency and load
-                if self._is_worthwhile(bound_ns := self._bound_ns(cell)):
+                if is_worthwhile(bound_ns := self._bound_ns(cell), self.best_ns):
                     found = True
                     yield cell, bound_ns
                 else:
@@ -106,16 +109,47 @@ class Grid:
         setting, scale = self.setting, _scale(self.setting)
         latency = max(1.0, scale.latency_ns(cell) / max(1, scale.most_latency_ns))
         load = max(1.0, scale.load_ns(cell) / max(1, scale.most_load_ns))
-        bounds = []
-        for costs in map(setting.costs_of_sharing, self._sharings):
-            worse = replace(
+        worse = [
+            replace(
                 costs,
                 work_ns=np.where(scale.slow, costs.work_ns * load, costs.work_ns).astype(np.int64),
                 latency_ns=np.where(scale.slow, costs.latency_ns * latency, costs.latency_ns).astype(np.int64),
             )
-            num_mb = setting.layout.num_microbatches
-            bounds.append(lower_bound(worse, num_mb, setting.memory, recompute=setting.recompute, closing=True).ns)
-        return min(bounds)
+            for costs in map(setting.costs_of_sharing, self._sharings)
+        ]
+        return _bound_ns(setting, worse)
+
+
+def _bound_ns(setting: Setting, either: Sequence[Costs]) -> int:
+    """No order within the setting's memory is faster at any of these costs."""
+    num_mb, memory, again = setting.layout.num_microbatches, setting.memory, setting.recompute
+    return min(lower_bound(costs, num_mb, memory, recompute=again, closing=True).ns for costs in either)
+
+
+def tighter_limits(setting: Setting, best_ns: float, most: int) -> list[Setting]:
+    """The setting with less memory, tightest first: the tightest `most` limits at which an order may be faster than
+    `best_ns`. The limits are in microbatches, on a ladder that does not depend on the setting's own limit."""
+    forward, again = setting.memory.acquire[Kind.F], setting.memory.acquire[Kind.R]
+    num_mb = setting.layout.num_microbatches
+    if not forward or setting.memory.release[Kind.I]:
+        return []
+    again = -(-again // forward) * forward  # in whole forwards: the exact ratio depends a little on the own limit
+    acquire, release = list(setting.memory.acquire), list(setting.memory.release)
+    acquire[Kind.R], release[Kind.B], release[Kind.W] = again, forward + again, forward + again
+    either = [setting.apart, *([] if setting.turns is None else [setting.turns])]
+
+    def limited(held: int) -> Setting:
+        return replace(setting, memory=Memory(held * forward + again, tuple(acquire), tuple(release)))
+
+    step = -(-num_mb // RUNGS)
+    own = min(num_mb, (setting.memory.cap - again) // forward)
+    ladder = range(step, own + 1, step)
+    first = bisect_left(ladder, True, key=lambda held: is_worthwhile(_bound_ns(limited(held), either), best_ns))
+    return [limited(held) for held in ladder[first : first + most]]
+
+
+def is_worthwhile(bound_ns: int, best_ns: float) -> bool:
+    return bound_ns < best_ns * (1 - SLACK)
 
 
 def prices(setting: Setting) -> tuple[bytes, ...]:
