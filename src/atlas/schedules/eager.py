@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from atlas.cost.table import FAIR, Costs
+from atlas.cost.table import FAIR, Costs, lower_bound
 from atlas.ir.assemble import assemble
 from atlas.ir.program import BACKWARD, FORWARD, Ints, Kind, Layout, Memory, Program
 from atlas.schedules.classic import alternating
@@ -30,24 +30,40 @@ MANY_EVENTS = 1_000_000
 
 def eager_of(setting: Setting, progress: Progress | None = None) -> Program:
     """The fastest of the fixed warm-ups, its pipelines taking turns on the WAN wherever they may."""
-    programs = warm_ups(setting)
-    return min(programs, key=setting.simulated_ns) if len(programs) > 1 else programs[0]
+    found = fastest_warm_up(setting)
+    assert found is not None, "nothing is faster than no limit"
+    return found[1]
 
 
-def warm_ups(setting: Setting) -> list[Program]:
-    """One Program for each of a fixed set of warm-ups: those of 1F1B, and so many more forwards for every slow boundary
+def fastest_warm_up(
+    setting: Setting, at_most_ns: float = math.inf, *, compiled: bool = False
+) -> tuple[int, Program] | None:
+    """The fastest of the warm-ups with its iteration, the shortest of equals; None where none is within `at_most_ns`.
+    Longest first: where the bound of a warm-up is above the best, so is that of every shorter one."""
+    layout, sharing, best = setting.layout, setting.turns is not None, None
+    costs, num_mb = setting.costs_of_sharing(sharing), layout.num_microbatches
+    for ahead in sorted(warm_ups(setting), reverse=True):
+        in_flight = Memory(ahead[0] + 1)
+        bound_ns = lower_bound(costs, num_mb, in_flight, recompute=setting.recompute, closing=True).ns
+        if bound_ns > at_most_ns:
+            break
+        program = written(layout, ahead, setting.memory, recompute=setting.recompute, sharing=sharing)
+        if (ns := setting.simulated_ns(program, compiled=compiled)) <= at_most_ns:
+            at_most_ns, best = ns, (ns, program)
+    return best
+
+
+def warm_ups(setting: Setting) -> list[tuple[int, ...]]:
+    """By stage the forwards ahead, for a fixed set of warm-ups: those of 1F1B, and so many more for every slow boundary
     ahead. The set does not depend on how slow the boundaries are, so a faster link never makes the best one slower."""
     layout = setting.layout
     slow = slow_boundaries(layout).tolist()
-    found: dict[tuple[int, ...], Program] = {}
     events = 5 * layout.num_pipelines * layout.num_stages * layout.num_microbatches
-    for extra in EXTRA[:: max(1, -(-len(EXTRA) * events // MANY_EVENTS))]:
-        wanted = [layout.num_stages - 1 - s + math.ceil(extra * sum(slow[s:])) for s in range(layout.num_stages)]
-        ahead = within(wanted, layout, setting.memory)
-        if ahead not in found:
-            sharing = setting.turns is not None
-            found[ahead] = written(layout, ahead, setting.memory, recompute=setting.recompute, sharing=sharing)
-    return list(found.values())
+    wanted = (
+        [layout.num_stages - 1 - s + math.ceil(extra * sum(slow[s:])) for s in range(layout.num_stages)]
+        for extra in EXTRA[:: max(1, -(-len(EXTRA) * events // MANY_EVENTS))]
+    )
+    return list(dict.fromkeys(within(one, layout, setting.memory) for one in wanted))
 
 
 def eager(layout: Layout, costs: Costs, memory: Memory, *, recompute: bool, sharing: bool) -> Program:
