@@ -45,7 +45,7 @@ def cut_at(state: State, lane: int, request_id: str, now_ns: int) -> QueueCut:
     at = next(k for k, entry in enumerate(queue) if entry.request.id == request_id)
     entry, others = queue[at], [entry for entry in queue[at + 1 :] if entry.request.id != request_id]
     if entry.start_ns >= now_ns:
-        return _joined(state, lane, queue[:at], others, entry.before)
+        return _joined(queue[:at], others, entry.before)
     parts = _parted(state, lane, entry, now_ns, now_ns)
     if parts is None:  # all of it has started
         return QueueCut(queue, [], state.track(lane))
@@ -104,7 +104,7 @@ def _parted(
     return begun, rest, track
 
 
-def _joined(state: State, lane: int, head: list[QueueEntry], rest: list[QueueEntry], track: Ints) -> QueueCut:
+def _joined(head: list[QueueEntry], rest: list[QueueEntry], track: Ints) -> QueueCut:
     """Joins neighbours that are parts of one request."""
     if head and rest and head[-1].request.id == rest[0].request.id and head[-1].end_token == rest[0].first_token:
         whole = replace(head[-1], end_token=rest[0].end_token)

@@ -97,7 +97,7 @@ class Admission:
             self._require_room(request, room, key, is_back=is_back)
             found = self.planner.admit(request, now_ns, 0 if is_back else self.kept_ns)
             if isinstance(found, AdmissionRefusal) and is_back and kept is not None and _is_promised(found, kept):
-                self.planner.claim(request, now_ns)
+                self.planner.claim(request)
                 found = None
             if isinstance(found, AdmissionRefusal):
                 raise self._refused(found, key)

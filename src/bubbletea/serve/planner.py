@@ -173,7 +173,7 @@ class Planner:
         """A prompt of this length counts for its tenant's share; a negative number takes that back."""
         self._shares.charge(tenant, math.copysign(self.costs.prompt_ns(abs(num_tokens)), num_tokens))
 
-    def claim(self, request: PrefillRequest, now_ns: int) -> None:
+    def claim(self, request: PrefillRequest) -> None:
         """Admits a request for which time was kept, even if windows have become shorter or a lane was lost since: it
         is placed where it is delivered first, or waits for a lane."""
         self._admitted[request.id] = self._waiting[request.id] = request

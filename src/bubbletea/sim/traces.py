@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 from atlas.errors import AtlasError, SpecError
 
 Floats = NDArray[np.float64]
+MEAN_TOKENS = 1150
+"""Of a synthetic prompt."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,11 +111,11 @@ def _mooncake(file: Iterator[str]) -> Iterator[Row]:
             yield float(row["timestamp"]) / 1e3, max(1, int(row["input_length"])), tuple(row.get("hash_ids", ()))
 
 
-def synthetic(num_requests: int = 4000, *, mean_tokens: int = 1150, per_s: float = 5.0, seed: int = 0) -> RequestTrace:
+def synthetic(num_requests: int = 4000, *, per_s: float = 5.0, seed: int = 0) -> RequestTrace:
     """Poisson arrivals; log-normal prompt lengths as in chats; every fourth continues an earlier conversation."""
     random = np.random.default_rng(seed)
     at = np.cumsum(random.exponential(1 / per_s, num_requests))
-    tokens = np.clip(random.lognormal(np.log(mean_tokens) - 0.5, 1.0, num_requests), 16, 14_000).astype(np.int64)
+    tokens = np.clip(random.lognormal(np.log(MEAN_TOKENS) - 0.5, 1.0, num_requests), 16, 14_000).astype(np.int64)
     blocks: list[tuple[int, ...]] = []
     fresh = 0
     for k in range(num_requests):
