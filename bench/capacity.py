@@ -1,4 +1,4 @@
-"""The load that a seller can promise for the bubbles of each case of docs/bubbletea.md, and whether `bubbletea
+"""The load that an operator can promise for the bubbles of each case of docs/bubbletea.md, and whether `bubbletea
 simulate` at that load gives the same figures (all simulated).
 
     python bench/capacity.py [--quick] [--case NAME ...]

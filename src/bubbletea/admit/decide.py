@@ -24,7 +24,7 @@ from bubbletea.admit.aims import PLENTY, RETRY_NS
 from bubbletea.admit.fit import FREE
 from bubbletea.admit.queue import QueueCut, again, again_at_any_cost, cut_at, cut_for
 from bubbletea.admit.records import AdmissionRefusal, Placement, PrefillRequest, Reason
-from bubbletea.admit.state import QueueEntry, State, TokenRange, urgency
+from bubbletea.admit.state import QueueEntry, State, TokenRange
 
 TRIED = 3
 """Lanes on which a placement is computed exactly, best estimates first."""
@@ -199,7 +199,7 @@ def _tried(state: State, lane: int, request: PrefillRequest, chunk: int, now_ns:
         request, cached, request.prompt_tokens, cached, _even(request.prompt_tokens - cached, chunk), now_ns
     )
     behind = QueueCut(state.queues[lane], [], state.track(lane))
-    cut = cut_for(state, lane, urgency(request), now_ns) if in_turn else behind
+    cut = cut_for(state, lane, request.urgency, now_ns) if in_turn else behind
     own, track = state.fitted(lane, wanted, cut.track, now_ns)
     if own is None:
         return None

@@ -58,7 +58,7 @@ class Backlog:
     def push(self, request: PrefillRequest) -> None:
         if request.tenant not in self._queues:
             self._shares.enter(request.tenant, self._queues)
-        insort(self._queues.setdefault(request.tenant, []), request, key=_urgency)
+        insort(self._queues.setdefault(request.tenant, []), request, key=lambda one: one.urgency)
 
     def pop(self) -> PrefillRequest:
         """There is one."""
@@ -72,7 +72,3 @@ class Backlog:
         """If it is there."""
         queues = ((tenant, [one for one in queue if one.id != request_id]) for tenant, queue in self._queues.items())
         self._queues = {tenant: queue for tenant, queue in queues if queue}
-
-
-def _urgency(request: PrefillRequest) -> float:
-    return float("inf") if request.deadline_ns is None else float(request.deadline_ns)

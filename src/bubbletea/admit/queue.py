@@ -26,13 +26,14 @@ class Again(NamedTuple):
     track: Ints
 
 
-def cut_for(state: State, lane: int, urgency: tuple[int, int], now_ns: int) -> QueueCut:
+def cut_for(state: State, lane: int, urgency: tuple[bool, float], now_ns: int) -> QueueCut:
     """Before everything that has not started and is less urgent."""
     queue, soon_ns = state.queues[lane], now_ns + LEAD_NS
     at = len(queue)
-    while at and queue[at - 1].start_ns >= soon_ns and queue[at - 1].urgency > urgency:
+    while at and queue[at - 1].start_ns >= soon_ns and queue[at - 1].request.urgency > urgency:
         at -= 1
-    if at and queue[at - 1].urgency > urgency and (parts := _parted(state, lane, queue[at - 1], soon_ns, now_ns)):
+    last = queue[at - 1] if at else None
+    if last and last.request.urgency > urgency and (parts := _parted(state, lane, last, soon_ns, now_ns)):
         begun, rest, track = parts
         return QueueCut([*queue[: at - 1], begun], [rest, *queue[at:]], track)
     return QueueCut(queue[:at], queue[at:], queue[at].before if at < len(queue) else state.track(lane))

@@ -7,6 +7,7 @@ no sockets, no policy.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -29,6 +30,11 @@ class PrefillRequest:
     block_hashes: tuple[Hashable, ...] = ()
     """One for each whole block of the prompt, over all tokens up to its end and a salt
     (`prefix_index.block_hashes`)."""
+
+    @property
+    def urgency(self) -> tuple[bool, float]:
+        """Smaller goes first: online before offline, then the earlier deadline."""
+        return self.kind == "offline", math.inf if self.deadline_ns is None else self.deadline_ns
 
 
 class PrefillSlice(NamedTuple):

@@ -31,11 +31,6 @@ CACHE_BLOCKS = 4096
 """Blocks of 512 tokens in a lane's host memory; one is 64 MiB of KV for Llama-3-8B over the whole lane."""
 
 
-def urgency(request: PrefillRequest) -> tuple[int, int]:
-    """Smaller goes first: online before offline, then the earlier deadline."""
-    return (0 if request.kind == "online" else 1), NEVER if request.deadline_ns is None else request.deadline_ns
-
-
 class TokenRange(NamedTuple):
     """A request, or a part of one, to be placed."""
 
@@ -73,10 +68,6 @@ class QueueEntry:
     @property
     def wanted(self) -> TokenRange:
         return TokenRange(self.request, self.first_token, self.end_token, self.cached, self.chunk, self.ready_ns)
-
-    @property
-    def urgency(self) -> tuple[int, int]:
-        return urgency(self.request)
 
     def kept(self, now_ns: int) -> int:
         """The first token of the chunks that have not started by `now_ns`."""

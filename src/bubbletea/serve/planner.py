@@ -31,7 +31,7 @@ from bubbletea.admit.decide import (
 from bubbletea.admit.fair import TenantShares
 from bubbletea.admit.fit import FREE
 from bubbletea.admit.records import AdmissionRefusal, Placement, PrefillLane, PrefillRequest
-from bubbletea.admit.state import State, urgency
+from bubbletea.admit.state import State
 from bubbletea.costs import LayerTime, PrefillCosts, measured
 from bubbletea.serve.observed_periods import ObservedPeriods
 from bubbletea.windows.bubbles import Forecast
@@ -46,7 +46,7 @@ SECOND = 1_000_000_000
 AGAIN_NS = 2 * SECOND
 """Deadline, after the loss of its worker, that an offline request gets."""
 HALVINGS = 12
-"""Of costs with which a request fits no window: after these, windows are too short for anything."""
+"""Costs are halved at most this often until a request fits a window. If it still does not, windows are too short."""
 FEW_POINTS = 8
 """Measured pieces that correct halved costs."""
 TRUST = 0.15
@@ -317,7 +317,7 @@ class Planner:
     def _restore_waiting(self, state: State, now_ns: int) -> None:
         """The most urgent first."""
         self._retry_ns = now_ns + CATCH_UP_NS
-        for request in sorted(self._waiting.values(), key=lambda one: (urgency(one), one.arrival_ns)):
+        for request in sorted(self._waiting.values(), key=lambda one: (one.urgency, one.arrival_ns)):
             if request.kind == "offline" and request.prompt_tokens <= state.max_tokens:
                 state.backlog.push(self._waiting.pop(request.id))
             elif request.kind == "online":

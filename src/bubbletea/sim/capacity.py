@@ -1,5 +1,5 @@
-"""The load that a seller can promise: the largest at which prefill in bubbles is nearly as fast as on accelerators of
-its own. Found by bisection; knows how to judge a load, not how it is simulated.
+"""The load that an operator can promise: the largest at which prefill in bubbles is nearly as fast as on dedicated
+accelerators. Found by bisection; knows how to judge a load, not how it is simulated.
 
 The promise, against as many dedicated accelerators at the same load: p50 at most 1.10x, p95 at most one training op
 more, at most 5 % refused. The deadline of every request is that p95.

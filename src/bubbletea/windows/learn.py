@@ -1,8 +1,8 @@
 """Observed windows, slot by slot: quantiles over the last periods, and detection of a changed job.
 
-A slot is one window of one worker within the period. Each keeps its last deviations from the forecast (seconds late
-at its start, early at its end); margins are their quantiles. When most slots are outside their whole
-history for three periods in a row, the job has changed and the history is dropped. Knows neither workers nor prefill.
+A slot is one window of one worker within the period. Each keeps its last deviations from the forecast (how late it
+opened, how early it closed); margins are their quantiles. When most slots are outside their whole history for three
+periods in a row, the job has changed and the history is dropped. Knows neither workers nor prefill.
 """
 
 from __future__ import annotations
