@@ -169,8 +169,8 @@ def hashes(stores: list[LocalStore], step: int) -> dict[str, str]:
     load_layers(checkpoint, checkpoint.layers)  # every byte is hashed and compared with the lists
     found: dict[str, str] = {}
     for layer in checkpoint.layers:
-        _, part = checkpoint.holders(layer)[0]
-        found[layer] = f"{part.weights[layer].sha256} {part.optimizer[layer].sha256}"
+        weights, optimizer = checkpoint.copies(layer)
+        found[layer] = f"{weights[0][1].sha256} {optimizer[0][1].sha256}"
     return found
 
 

@@ -35,8 +35,9 @@ from atlas.runtime.checkpoint import (
     copies_of,
     next_attempt,
 )
-from atlas.runtime.checkpoint.fetch import Copies, FetchFolder
+from atlas.runtime.checkpoint.fetch import FetchFolder
 from atlas.runtime.checkpoint.load import Checkpoint
+from atlas.runtime.checkpoint.manifest import BlobCopies
 from atlas.runtime.checkpoint.place import below, id_of, names_below, store_at
 from atlas.spec.recipe import OBJECT_STORE
 from atlas.wan.security.credentials import Security
@@ -102,13 +103,11 @@ class CheckpointExchange:
         """Folders that hold these layers of a step. Layers that no local store has are fetched over the network."""
         found = choose(self._stores(), step=step)
         assert found is not None, "`choose` finds a step or raises"
-        wanted, here = list[Copies](), list(self.local.values())
+        wanted, here = list[BlobCopies](), list(self.local.values())
         for layer in dict.fromkeys(layers):
-            holders = found.holders(layer)
-            if not any(store in here for store, _ in holders):
-                for kind in ("weights", "optimizer"):
-                    copies = [(s, getattr(part, kind)[layer]) for s, part in holders if layer in getattr(part, kind)]
-                    wanted += [copies] if copies else []
+            weights, optimizer = found.copies(layer)
+            if not any(store in here for store, _ in weights):
+                wanted += [weights, optimizer] if optimizer else [weights]
         self._fetched.fetch(found.id, wanted)
         _write_parts(found, here, self._fetched.store)
         return [*(str(store) for store in self.local.values()), str(self._fetched.store)]

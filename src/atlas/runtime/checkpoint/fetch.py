@@ -14,14 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from atlas.errors import AtlasError, WorkerError
-from atlas.runtime.checkpoint.manifest import Blob, SaveId
+from atlas.runtime.checkpoint.manifest import Blob, BlobCopies, SaveId
 from atlas.runtime.checkpoint.store import BlobStore, LocalStore
 from atlas.runtime.checkpoint.tensors import Tally, chunks_of
 
 PARTIAL = "partial"
 NUM_AT_ONCE = 4
-Copies = Sequence[tuple[BlobStore, Blob]]
-"""The stores that have a blob."""
 
 
 class FetchFolder:
@@ -31,7 +29,7 @@ class FetchFolder:
         self.store = LocalStore(root)
         self._partial = root / PARTIAL
 
-    def fetch(self, id: SaveId, wanted: Sequence[Copies]) -> None:
+    def fetch(self, id: SaveId, wanted: Sequence[BlobCopies]) -> None:
         """Have one copy of each. Raises WorkerError if a store is out of reach, AtlasError if all are damaged."""
         self._keep_only(id, {blob.sha256 for copies in wanted for _, blob in copies})
         self._partial.mkdir(parents=True, exist_ok=True)
@@ -52,7 +50,7 @@ class FetchFolder:
             if file.name not in hashes:
                 file.unlink(missing_ok=True)
 
-    def _fetch(self, copies: Copies) -> None:
+    def _fetch(self, copies: BlobCopies) -> None:
         why, is_damaged = "", True
         for store, blob in copies:
             target = self.store.root / blob.name

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from atlas.errors import AtlasError
 from atlas.runtime.checkpoint.checkpointer import Report, log
-from atlas.runtime.checkpoint.manifest import Blob, Meta, Part, SaveId, ids, missing_layers, parts_of
+from atlas.runtime.checkpoint.manifest import Blob, BlobCopies, Meta, Part, SaveId, ids, missing_layers, parts_of
 from atlas.runtime.checkpoint.state import LayerState
 from atlas.runtime.checkpoint.store import BlobStore
 from atlas.runtime.checkpoint.tensors import Tally, chunks_of, parse
@@ -32,9 +32,10 @@ class Checkpoint:
     def step(self) -> int:
         return self.id.step
 
-    def holders(self, layer: str) -> list[tuple[BlobStore, Part]]:
-        """The stores that have a layer: originals and replicas."""
-        return [(store, part) for store, part in self.parts if layer in part.weights]
+    def copies(self, layer: str) -> tuple[BlobCopies, BlobCopies]:
+        """Of a layer's weights, and of its optimizer state; empty where there is none."""
+        weights = [(store, part.weights[layer]) for store, part in self.parts if layer in part.weights]
+        return weights, [(store, part.optimizer[layer]) for store, part in self.parts if layer in part.optimizer]
 
 
 def choose(stores: Sequence[BlobStore], *, step: int | None = None, report: Report = log) -> Checkpoint | None:
@@ -80,23 +81,22 @@ def load_layers(
 
 
 def _load_layer(checkpoint: Checkpoint, layer: str, optimizer: bool, report: Report) -> LayerState:
-    holders = checkpoint.holders(layer)
-    if not holders:
+    of_weights, of_optimizer = checkpoint.copies(layer)
+    if not of_weights:
         raise AtlasError(
             f"checkpoint of {checkpoint.id}: it has no layer {layer!r}; its layers are "
             f"{', '.join(checkpoint.layers[:8])}... Resume with the model that was saved"
         )
-    weights = _load_blob([(store, part.weights[layer]) for store, part in holders], report)
+    weights = _load_blob(of_weights, report)
     slots: dict[str, dict[str, Tensor]] = {}
-    copies = [(store, part.optimizer[layer]) for store, part in holders if layer in part.optimizer]
-    if optimizer and copies:
-        for key, tensor in _load_blob(copies, report).items():
+    if optimizer and of_optimizer:
+        for key, tensor in _load_blob(of_optimizer, report).items():
             slot, _, name = key.partition("/")
             slots.setdefault(name, {})[slot] = tensor
     return LayerState(weights, slots)
 
 
-def _load_blob(copies: Sequence[tuple[BlobStore, Blob]], report: Report) -> dict[str, Tensor]:
+def _load_blob(copies: BlobCopies, report: Report) -> dict[str, Tensor]:
     for number, (store, blob) in enumerate(copies):
         try:
             return parse(_read(store, blob), f"{store}/{blob.name}")
@@ -133,9 +133,7 @@ def verify(checkpoint: Checkpoint) -> list[str]:
     """Read every layer's files; one sentence for each layer without an undamaged copy."""
     problems = []
     for layer in checkpoint.layers:
-        holders = checkpoint.holders(layer)
-        for kind in ("weights", "optimizer"):
-            copies = [(s, getattr(part, kind)[layer]) for s, part in holders if layer in getattr(part, kind)]
+        for copies in checkpoint.copies(layer):
             errors = [error for store, blob in copies if (error := _error_of(store, blob))]
             if copies and len(errors) == len(copies):
                 problems.append(errors[0])

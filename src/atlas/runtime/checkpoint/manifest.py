@@ -81,6 +81,10 @@ class Blob:
     sha256: str
 
 
+BlobCopies = Sequence[tuple[BlobStore, Blob]]
+"""The stores that have a blob: the original and replicas."""
+
+
 @dataclass(frozen=True)
 class Part:
     """The part of a checkpoint that one worker saved."""
