@@ -139,17 +139,10 @@ class Link(Frozen):
         return {a, b} == set(self.between)
 
 
-class Route(Frozen):
+class Route(Wan):
     """A link with every default filled in: what the cost model reads."""
 
     latency_ms: NonNegative
-    pair_gbps: Positive
-    window_bytes: Size
-    trunk_gbps: Positive | None
-    egress_usd_per_gb: NonNegative
-    trace: Text | None
-    model: Text | None = None
-    cross_traffic: NonNegative = 1.0
 
 
 class Cluster(Frozen):
