@@ -4,7 +4,7 @@ TvcacheError               something the user can fix; the command line prints i
 |-- ArgumentsError         a call that has no canonical form (not JSON, NaN, too deep, too large)
 |-- TrajectoryError        a file of trajectories that cannot be read
 |-- LogError               a log file that is not one, or is in use
-|-- CannotForkError        this environment has no copy; the cache goes on without snapshots
+|-- CannotForkError        this environment cannot be copied; the cache continues without snapshots
 `-- ReplayError            an environment could not be brought to the state that a call needs
 """
 

@@ -123,7 +123,7 @@ def test_a_half_written_or_broken_line_is_skipped(tmp_path: Path) -> None:
     assert run.state()["last"]["step"] == 3
 
 
-def test_a_timeline_file_that_was_begun_anew_is_read_from_its_start(tmp_path: Path) -> None:
+def test_a_timeline_file_that_was_emptied_is_read_from_its_start(tmp_path: Path) -> None:
     job = saved_run(tmp_path, 2)
     run = LiveRun()
     follower = FolderFollower(tmp_path, run)

@@ -92,7 +92,8 @@ def ratio_text(value: float | None, other: float | None) -> str:
 def _notes(point: DataPoint) -> list[str]:
     """How the run differs from its job, and the metrics without a value, by reason."""
     slowed = (
-        f"every duration was multiplied by {point.slower:g} (--slower): the job's rates and MFU are so much higher."
+        f"all durations were multiplied by {point.slower:g} (--slower): the job's own rates and MFU are "
+        f"{point.slower:g} times these."
     )
     by_reason: dict[str, list[str]] = {}
     for metric in (*point.ccl, *point.own):

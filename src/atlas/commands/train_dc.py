@@ -73,7 +73,7 @@ def group_flags(group: argparse._ActionsContainer) -> None:
         metavar="S",
         help="wait S seconds for all launchers at the start; give hours if a scheduler queues jobs (600)",
     )
-    add("--patience", type=number(0.1, 1e6), metavar="S", help="report a stalled worker after S seconds (60)")
+    add("--patience", type=number(0.1, 1e6), metavar="S", help="treat a stalled worker as failed after S seconds (60)")
     add(
         "--max-restarts",
         type=whole(0, 1000),

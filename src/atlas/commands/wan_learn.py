@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     name, table = read_path(args.folder, args.path)
     learnt = learn(table, "pairs" if args.method == "gru" else args.method)
     if args.method == "gru":
-        said = "the share that it explains is that of --method pairs, from which the network starts"
+        said = "the share of explained variance is that of --method pairs, from which the network starts"
         learnt = replace(learnt, model=_gru(table), warnings=[*learnt.warnings, said])
     save_model(args.out, learnt.model)
     if args.page is not None:
@@ -116,7 +116,7 @@ def _explains(learnt: Learnt) -> str:
 
 
 def page_notes(learnt: Learnt, span_s: float) -> list[str]:
-    """Sentences for who has not read the documentation."""
+    """Sentences for readers who have not read the documentation."""
     model = learnt.model
     least, big = ("at least " if flag else "" for flag in (model.capacity_is_bound, model.buffer_is_bound))
     ahead = "" if learnt.explained is None else (

@@ -74,7 +74,7 @@ def watched(args: argparse.Namespace, logging: LoggingRecipe, job: Job, options:
 
 
 def _trackers(args: argparse.Namespace, logging: LoggingRecipe) -> tuple[str, ...]:
-    """A rehearsal that was not asked for a folder writes none."""
+    """The trackers of a run. By default a rehearsal has none, so that it makes no folder."""
     if logging.trackers is not None:
         return tuple(name for name in logging.trackers if name != NONE)
     has_folder = logging.folder is not None or _page_wanted(args) or getattr(args, "dc", None) is not None
@@ -105,7 +105,7 @@ def live_page(
 
 
 def reports_elsewhere(args: argparse.Namespace) -> str:
-    """What a launcher that does not coordinate says of the reports it was asked for; "" if it was asked for none."""
+    """A remark about reports that a launcher which does not coordinate cannot make; "" if no flag asks for one."""
     flags = ("ui", "ui_at", "log", "timeline", "metrics_port", "track", "evidence")
     given = [f"--{flag.replace('_', '-')}" for flag in flags if getattr(args, flag) not in (None, False)]
     if not given:

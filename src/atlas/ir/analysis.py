@@ -1,9 +1,9 @@
 """The figures of a Timeline: how busy workers and links are, why each worker idles (bubbles), and the critical path.
 One sentence compares several Timelines.
 
-Pure functions of the recorded times. Simulated and measured Timelines are treated alike: clocks that differ a little
-shift a border, but totals stay right. A wait is explained only by what was missing at that moment; costs and policies
-are not known here. `difference` compares two Timelines op by op.
+Pure functions of the recorded times. Simulated and measured Timelines are treated alike: if clocks differ a little, a
+border moves, but totals stay right. A wait is explained only by what was missing at that moment, not by costs or
+policies. `difference` compares two Timelines op by op.
 """
 
 from __future__ import annotations

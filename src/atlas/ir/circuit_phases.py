@@ -52,11 +52,11 @@ class CircuitPhases(NamedTuple):
     transfer_change: Ints
     """By transfer: the hop that it uses."""
     transfer_frees: Ints
-    """[transfer, 2]: the rings that its arrival lets come."""
+    """[transfer, 2]: the rings that can be set up once it has arrived."""
     op_change: Ints
     """By op: the ring that it uses."""
     op_frees: dict[int, tuple[int, ...]]
-    """By op of the first pipeline that is the last use of a ring: the hops that its end lets come."""
+    """By op of the first pipeline that is the last use of a ring: the hops that can be set up once it has ended."""
     initial: dict[int, tuple[int, ...]]
     """By hop that removes rings which are set up before the run: their ranks."""
 

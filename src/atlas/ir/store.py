@@ -190,7 +190,7 @@ class AppendedLines:
         return self._file.seek(0, os.SEEK_END)
 
     def clear(self) -> None:
-        """Begin the file anew."""
+        """Empty the file."""
         self._file.truncate(0)
         self._torn = False
 
@@ -199,8 +199,8 @@ class AppendedLines:
 
 
 class Journal:
-    """The Timelines of a run, step by step. Each is one pass of its Program. Beyond `max_bytes` the file is begun anew,
-    where only the last steps are of interest."""
+    """The Timelines of a run, step by step. Each is one pass of its Program. With `max_bytes`, a longer file is emptied
+    first: for readers that need the last steps only."""
 
     def __init__(self, path: str | os.PathLike[str], max_bytes: int | None = None) -> None:
         self._lines, self._max_bytes = AppendedLines(path), max_bytes

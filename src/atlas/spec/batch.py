@@ -1,7 +1,6 @@
 """The global batch as a user writes it: `1M` (tokens), `512 sequences`, `4,194,304`.
 
 K, M and B count 1024, 1024^2 and 1024^3 tokens, as batch sizes are usually meant: sequences have powers of two.
-Knows no plan.
 """
 
 from __future__ import annotations

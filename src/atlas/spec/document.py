@@ -1,4 +1,4 @@
-"""Reads an untrusted user's file: UTF-8, size, depth, duplicate keys, alias bombs, odd numbers.
+"""Reads a file that may be malicious. Checks encoding, size, nesting, duplicate keys, aliases and numbers.
 
 Returns plain dicts, lists and scalars, and for every key the `file:line` it came from. YAML is read as users expect:
 `1e3` is a number, a date stays text. `apply_override` makes one change before validation, as `--set` asks: items of a

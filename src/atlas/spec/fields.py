@@ -1,7 +1,7 @@
 """The number types of job files, and the frozen model they all derive from.
 
 Bounds are generous (a million nodes) but finite, so that no value in a file overflows the engines' 64-bit nanoseconds
-without a message. The meaning of the numbers is elsewhere.
+without a message.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ TWO_MATRICES = (
     "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "falcon", "codegen", "mpt", "phi",
     "starcoder2",
 )  # fmt: skip
-"""Values of `model_type` whose MLP is not gated; the rest of the world is, as Llama is."""
+"""Values of `model_type` whose MLP is not gated. All others have a gated MLP, as Llama has."""
 
 TIED_BY_DEFAULT = ("gpt2", "gpt_bigcode", "gpt_neo", "opt", "bloom", "gemma", "gemma2", "gemma3_text")
 """Types whose embeddings are tied when the file does not say (transformers leaves defaults out)."""

@@ -64,7 +64,7 @@ class DataCenter(Frozen):
     """One site whose nodes share a fast network."""
 
     name: Name
-    """How links, placements and `--set` call it."""
+    """Its name in links, placements and `--set`."""
     nodes: Count
     """Machines a job may use here. With `power_kw` it may be left out: as many as the power allows."""
     gpus_per_node: Count = 8
@@ -85,7 +85,7 @@ class DataCenter(Frozen):
     fabric: Fabric | None = None
     """The network between the nodes. Left out: no switch is simulated; for power and prices it counts as `rail`."""
     location: tuple[Latitude, Longitude] | None = None
-    """`[latitude, longitude]` in degrees, north and east positive: where the map of a plan draws it. Nothing else."""
+    """`[latitude, longitude]` in degrees, north and east positive: where maps draw it. No cost depends on it."""
     prior: DataCenterPrior = DataCenterPrior()
     """Figures that `atlas init` took from its catalogue: reports call them priors as long as they are unchanged."""
 
@@ -195,7 +195,7 @@ class Model(Frozen):
     """gpt: learned positions, biases, two-matrix MLP of 4 x hidden. llama: rotary positions, no biases, gated
     three-matrix MLP."""
     config: Text | None = None
-    """A Hugging Face `config.json` that the dimensions come from; keys written beside it win."""
+    """A Hugging Face `config.json` that the dimensions come from; keys beside it take precedence."""
     layers: Annotated[int, Field(strict=True, ge=1, le=512)]
     """Transformer layers."""
     hidden: Size
@@ -336,7 +336,7 @@ class Job(Frozen):
 
     @property
     def left_open(self) -> tuple[str, ...]:
-        """Keys that the file does not state and the planner chooses; their values here mean nothing."""
+        """Keys that the file does not state and the planner chooses; ignore their values here."""
         return self._left_open
 
     @property

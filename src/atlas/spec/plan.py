@@ -75,7 +75,7 @@ class Predicted(Frozen):
     memory_gib: NonNegative
     """That the job may use of it."""
     between_groups_s: Quantity = 0.0
-    """Of the iteration: gradients of several groups meeting over the WAN."""
+    """Part of the iteration in which groups exchange gradients over the WAN."""
 
 
 class Origin(Frozen):
@@ -88,14 +88,14 @@ class Origin(Frozen):
     estimated: int
     """Candidates priced in closed form."""
     simulated: int
-    """Candidates played event by event."""
+    """Candidates simulated event by event."""
     interrupted: Flag = False
     atlas: Text = ""
-    """Version."""
+    """Version of Atlas."""
 
 
 class Plan(Frozen):
-    """A complete answer."""
+    """A job with every choice made."""
 
     plan: Literal[1]
     """Version of this format."""

@@ -110,9 +110,9 @@ class NetworkRecipe(SiteRecipe):
     trusted: tuple[Text, ...] = ()
     """Networks in which bytes may travel unencrypted."""
     grace: Seconds = 30.0
-    """Seconds after which a datacenter out of reach is lost."""
+    """Seconds after which an unreachable datacenter counts as lost."""
     patience: Seconds = 60.0
-    """Seconds that a worker waits for a peer before it fails."""
+    """Seconds after which a stalled worker counts as failed."""
     gather: Seconds = 600.0
     """Seconds that launchers wait for each other at the start."""
 
@@ -137,11 +137,11 @@ class FillerRecipe(Frozen):
     """`filler:`"""
 
     name: Name | None = None
-    """What uses the workers' waits, such as `bubbletea`; default: nothing."""
+    """What runs while workers wait, such as `bubbletea`; default: nothing."""
     folder: Text | None = None
-    """Where its service says how to reach it; default: the filler's own."""
+    """Where its service writes its address; default: the filler's own."""
     memory_mib: Annotated[int, Field(strict=True, ge=1, le=10**7)] = 256
-    """Of each worker's device: reserved for it before the first step."""
+    """Memory of each worker's device that is reserved for it before the first step."""
 
 
 class Recipe(Frozen):
@@ -178,7 +178,7 @@ class Recipe(Frozen):
     logging: LoggingRecipe = LoggingRecipe()
     """Files and ports of this launcher's reports."""
     filler: FillerRecipe = FillerRecipe()
-    """What uses the time in which workers wait."""
+    """What runs while workers wait."""
 
     @property
     def stated(self) -> set[str]:
@@ -208,7 +208,7 @@ SECTIONS: dict[Keys, type[Frozen]] = {
     ("logging",): LoggingRecipe,
     ("filler",): FillerRecipe,
 }
-"""Which model holds at which place of a recipe: the keys to choose from when one is misspelt."""
+"""The model of each section of a recipe: it has the valid keys to suggest when one is misspelt."""
 
 
 def load_recipe(path: Path | None, flags: Mapping[str, Any] | None = None) -> Recipe:

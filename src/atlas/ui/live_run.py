@@ -293,7 +293,7 @@ class LiveRun:
 
 
 class ClosedPageError(AtlasError):
-    """Nobody waits for the search any more."""
+    """The page was closed during a search."""
 
 
 def _number(value: object) -> float | None:

@@ -28,13 +28,13 @@ FACTS, JOB, STEPS, EVENTS, TIMELINE = "page.json", "job.yaml", "steps.jsonl", "e
 SERVICE = "service.json"
 """Of a service beside training, while it runs: `metrics` (its URL) and `cards` (see `ui.service`)."""
 TIMELINE_BYTES = 256 << 20
-"""A longer timeline file is begun anew: the page shows the last iterations."""
+"""A longer timeline file is emptied and written from its start: the page shows the last iterations only."""
 MAX_LINE = 256 << 20
 
 
 @dataclass(frozen=True)
 class PageFacts:
-    """What a run is, for people who look at it."""
+    """What the page shows about a run before its first step."""
 
     name: str
     schedule: str = "1f1b"
@@ -88,7 +88,7 @@ def read_facts(folder: Path) -> PageFacts | None:
 
 
 class _Tail:
-    """The new complete lines of a file that grows, or is begun anew."""
+    """The new complete lines of a file that grows, or was emptied or replaced."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

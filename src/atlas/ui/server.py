@@ -27,7 +27,7 @@ from atlas.ui.live_run import LiveRun
 MAX_STREAMS, MAX_CONNECTIONS = 256, 512
 MAX_BODY = 64 << 10
 SEND_S = 10.0
-"""A client that does not take its bytes for this long is disconnected."""
+"""A client that reads nothing for this long is disconnected."""
 ALIVE_S = 15.0
 PAUSE_S = 0.5
 """Least time between two events to one client."""

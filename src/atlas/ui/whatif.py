@@ -219,7 +219,7 @@ class WhatIfDesk:
 
 
 class SupersededError(AtlasError):
-    """Another question was asked meanwhile."""
+    """A newer question has replaced this one."""
 
 
 def _sentence(row: Mapping[str, Any], now: Mapping[str, Any], spent: str) -> str:

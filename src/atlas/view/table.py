@@ -1,5 +1,5 @@
 """Tables for the terminal: the results of several schedules, and the difference of two timelines. Takes plain
-dicts and a Difference; computes nothing but ratios of what it is given.
+dicts and a Difference, and computes only ratios of their figures.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from tvcache.errors import TvcacheError
 
 class Environment(Protocol):
     def fork(self) -> Environment:
-        """An independent copy. A fork that fails leaves nothing behind. CannotForkError: there is no such copy."""
+        """An independent copy. Raises CannotForkError if there is none. A fork that fails leaves nothing behind."""
 
     def execute(self, name: str, arguments: Any) -> Any:
         """Run a tool; its output."""
