@@ -100,7 +100,7 @@ BENCHES: dict[str, Bench] = {
     "planner_geo": Bench(20, 20),
     "planner_sailor": Bench(6, 10),
     "regions": Bench(2, 5, ()),
-    "real_sites": Bench(12, 120),
+    "real_sites": Bench(25, 160),
     "s3_kills": Bench(8, 90),
     "schedules": Bench(12, 30),
     "serve_emulated": Bench(8, 50),
