@@ -47,8 +47,7 @@ class SlowWorker:
 
 prefill_process.PrefillWorker = SlowWorker
 spans, device = [], Paced()
-filler = BubbleTea({"device": "paced"})
-process = filler._prefill
+filler = process = BubbleTea({"device": "paced"})
 assert isinstance(process, prefill_process.PrefillProcess)
 facts = SimpleNamespace(name="p0.s0", datacenter="a", worker=0, plan="", host="127.0.0.1", security=Security())
 filler.attach(facts, SharedDevice(device, spans.append))
@@ -66,7 +65,7 @@ assert [span.end_ns - span.start_ns for span in spans] == [20 * MS], spans
 assert device.free_ns == spans[0].end_ns, "the paced device is busy with the piece"
 
 threading.Thread(target=time.sleep, args=(9,), daemon=True).start()
-assert not isinstance(BubbleTea({"device": "paced"})._prefill, prefill_process.PrefillProcess), "there are threads"
+assert not isinstance(BubbleTea({"device": "paced"}), prefill_process.PrefillProcess), "there are threads"
 filler.close()
 print("closed")
 """
