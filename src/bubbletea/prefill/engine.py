@@ -164,9 +164,8 @@ class PrefillEngine:
         """No piece ran in a wait. If the next one would have fitted at its fastest, its slowest measurement is dropped:
         a prediction that is too long would never be measured again."""
         offer = None if self.outlet.is_full else self._next()
-        if offer is None or offer.job is None or offer.job.piece is None:
+        if offer is None or offer.job is None or (piece := offer.job.piece) is None:
             return
-        piece = offer.job.piece
         sizes, is_head = (piece.last - piece.first, piece.last), piece.layer == HEAD
         if fits(piece, self.pace.fastest_ns(*sizes, is_head=is_head)):
             self.pace.drop_slowest(*sizes, is_head=is_head)
@@ -186,9 +185,9 @@ class PrefillEngine:
         assert lead.job.piece is not None
         found, pieces = [lead], [lead.job.piece]
         due_ns, planned_ns, widest = lead.task.due_ns, lead.task.planned_ns, lead.task.length
-        for offer in self._waiting(lead):
+        for offer in self._runnable() if self.batch_tokens > 1 and len(self._offers) > 1 else ():
             job, task = offer.job, offer.task
-            if job is None or job.piece is None or job.piece.layer != pieces[0].layer:
+            if offer is lead or job is None or job.piece is None or job.piece.layer != pieces[0].layer:
                 continue
             due_ns, planned_ns = min(due_ns, task.due_ns), max(planned_ns, task.planned_ns)
             whole = together([*pieces, job.piece])
@@ -200,18 +199,6 @@ class PrefillEngine:
             found.append(offer)
             pieces.append(job.piece)
         return found
-
-    def _waiting(self, lead: _Offer) -> Iterator[_Offer]:
-        """The others that can run now, the earliest due first."""
-        if self.batch_tokens <= 1 or len(self._offers) < 2:
-            return
-        with self._lock:
-            offers = sorted(self._offers.values(), key=lambda o: (o.task.due_ns, o.task.job))
-        for offer in offers:
-            if offer.job is None and not self._begin(offer):
-                return  # later tasks must not take the memory it waits for
-            if offer is not lead and self._ready(offer):
-                yield offer
 
     def _launch(self, offers: Sequence[_Offer], begin: Begin) -> BegunPiece:
         jobs, pieces = [offer.job for offer in offers if offer.job is not None], list[PrefillPiece]()
@@ -247,6 +234,10 @@ class PrefillEngine:
     def _next(self) -> _Offer | None:
         """The earliest due task that has memory and input."""
         self._forget_dropped()
+        return next(self._runnable(), None)
+
+    def _runnable(self) -> Iterator[_Offer]:
+        """Tasks that have memory and input, the earliest due first. Those without memory get some if there is any."""
         with self._lock:
             offers = sorted(self._offers.values(), key=lambda o: (o.task.due_ns, o.task.job))
         is_full = False
@@ -254,8 +245,7 @@ class PrefillEngine:
             if offer.job is None and not is_full:
                 is_full = not self._begin(offer)  # later tasks must not take the memory it waits for
             if offer.job is not None and self._ready(offer):
-                return offer
-        return None
+                yield offer
 
     def _begin(self, offer: _Offer) -> bool:
         task = offer.task

@@ -81,7 +81,8 @@ class ServiceLink:
         self._ran: list[tuple[Any, ...]] = []
         self._waits: list[tuple[int, ...]] = []
         self._loads: list[tuple[int, int]] = []
-        self._engine: PrefillEngine | None = None
+        self._engine: PrefillEngine
+        """Set by `serve`, before any of its threads starts."""
         self._on_share: Callable[[float], None] = lambda share: None
         self._cached: dict[str, dict[int, Tensor]] = {}
         self._queued_bytes = self._sent_bytes = 0
@@ -147,7 +148,6 @@ class ServiceLink:
     # ---- threads -----------------------------------------------------------------------------------------------
     @property
     def _served(self) -> Served:
-        assert self._engine is not None
         return self._engine.shard.served
 
     @property
@@ -164,7 +164,6 @@ class ServiceLink:
                 self.close()
 
     def _take(self, frame: WireFrame) -> None:
-        assert self._engine is not None
         if frame.kind == KV:
             block = unpack_block(frame, model=self._model)
             self._cached.setdefault(block.ticket, {})[block.layer] = block.kv
@@ -183,7 +182,6 @@ class ServiceLink:
             self.parts.release(str(frame.fields["ticket"]))
 
     def _offer(self, task: PrefillTask, tokens: list[int], cached: dict[int, Tensor]) -> None:
-        assert self._engine is not None
         served, layers = self._engine.shard.served, self._engine.shard.cut.layers
         if task.start and any(i not in cached or cached[i].shape[2] != task.start for i in layers):
             self.failed(task, "its cached tokens did not arrive with it")
@@ -203,11 +201,9 @@ class ServiceLink:
         self._engine.offer(task, tokens, [cached[i] for i in layers] if task.start else ())
 
     def _kv_bytes(self, piece: PrefillPiece) -> int:
-        assert self._engine is not None
         return (piece.last - piece.first) * self._engine.shard.served.kv_bytes_per_layer_token
 
     def _write(self) -> None:
-        assert self._engine is not None
         while (out := self._out.get()) is not None:
             try:
                 frame = out.make()

@@ -22,6 +22,7 @@ from atlas.runtime.models.config import DecoderConfig
 from atlas.runtime.models.decoder import TIED_HEAD, Decoder, LayerRange, cuts, initialize
 from atlas.runtime.models.huggingface import read_config
 from atlas.runtime.models.weights import WeightsFolder, fill
+from bubbletea.kv_blocks import DTYPES
 from bubbletea.model_identity import model_id
 from bubbletea.prefill.arena import Arena, Room, aligned
 
@@ -30,7 +31,6 @@ FOR_ANY_SHAPE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDP
 TINY = Path(__file__).parents[1] / "tiny"
 """The folder of the model that is served where none is named: 0.66 million parameters, trained by
 `examples/train_tiny.py`."""
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
