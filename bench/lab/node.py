@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 import socket
 import sys
@@ -47,8 +48,9 @@ class Actor:
     def open(self, name: str, host: str, certs: str | None, settings: dict[str, Any]) -> Any:
         credentials = Credentials.of_folder(Path(certs), name) if certs else None
         security = Security(credentials, () if certs else EVERYWHERE)
-        log = (lambda line: print(line, file=sys.stderr)) if settings.pop("verbose", False) else (lambda line: None)
-        self.endpoint = Endpoint(name, (host, 0), security=security, settings=TransportSettings(**settings), log=log)
+        if settings.pop("verbose", False):
+            logging.basicConfig(level=logging.INFO)
+        self.endpoint = Endpoint(name, (host, 0), security=security, settings=TransportSettings(**settings))
         self.transport = self.endpoint
         return self.endpoint.address
 

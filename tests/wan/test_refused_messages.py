@@ -87,12 +87,15 @@ def test_a_refused_message_does_not_extend_the_deadline_of_others() -> None:
 
 @pytest.mark.parametrize("error", [WorkerError("this makes no sense"), ValueError("a bug")])
 def test_a_consumer_that_raises_leaks_no_staging_and_breaks_no_stream(
-    pair: tuple[Endpoint, Endpoint], error: Exception, monkeypatch: pytest.MonkeyPatch
+    pair: tuple[Endpoint, Endpoint],
+    error: Exception,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     a, b = pair
-    shown, lines = list[object](), list[str]()
+    shown = list[object]()
     monkeypatch.setattr(threading, "excepthook", lambda hook: shown.append(hook.exc_value))
-    b.log = lines.append
+    caplog.set_level("INFO", "atlas.wan")
     taken: list[int] = []
 
     def consume(key: Key, data: memoryview) -> None:
@@ -106,7 +109,7 @@ def test_a_consumer_that_raises_leaks_no_staging_and_breaks_no_stream(
         a.send(Key(B, 0, tag(number)), bytes(200_000)).wait(10)
     assert until(lambda: len(taken) == 12)
     assert until(lambda: b._inbox(A, 0).num_consumer_errors == 8)
-    assert sum(str(error) in line for line in lines) == 8
+    assert sum(str(error) in line for line in caplog.messages) == 8
     assert shown == ([] if isinstance(error, WorkerError) else [error] * 8)
     assert a.faults == Faults()
 

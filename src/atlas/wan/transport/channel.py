@@ -9,10 +9,10 @@ is delivered, until the deadline, everything queued fails. Knows no tensors and 
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ from atlas.wan.transport.wire import (
 )
 from atlas.weather.packets import PacketLog
 
+log = logging.getLogger("atlas.wan")
 LONGEST_RETRY_S = 2.0
 """Pause before a stream connects again, at most."""
 IDLE_S = 0.5
@@ -67,14 +68,13 @@ class Channel:
         address: Address | None,
         security: Security,
         settings: TransportSettings,
-        log: Callable[[str], None],
         *,
         light: bool = False,
         num_streams: int | None = None,
     ) -> None:
         """`light`: for small messages; one stream, not warmed up, without an in-flight limit. `num_streams`: in place
         of the settings' `max_streams`."""
-        self.mine, self.address, self.security, self.settings, self.log = mine, address, security, settings, log
+        self.mine, self.address, self.security, self.settings = mine, address, security, settings
         self.name = f"{mine.name} -> {mine.peer} (lane {mine.lane})"
         self.outbox = Outbox()
         if settings.record_folder and not light and datacenter_of(mine.name) != datacenter_of(mine.peer):
@@ -387,4 +387,4 @@ class Channel:
     def _log(self, error: BaseException) -> None:
         if not self._closing.is_set():
             self.last_error = str(broken(error))
-            self.log(f"{self.name}: replacing a stream: {self.last_error}")
+            log.info("%s: replacing a stream: %s", self.name, self.last_error)

@@ -8,6 +8,7 @@ no tensors and no Programs.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import socket
 import threading
@@ -36,6 +37,7 @@ from atlas.wan.transport.stream_slot import Faults
 from atlas.wan.transport.unix_sockets import BACKLOG, listen_unix
 from atlas.wan.transport.wire import MAX_CHUNK_BYTES, Greeting, RecordKind
 
+log = logging.getLogger("atlas.wan")
 WATCH_S = 0.2
 """How often channels and inboxes are checked for their deadlines."""
 MAX_OWN_DIALERS = 8
@@ -54,9 +56,8 @@ class Endpoint(Transport):
         epoch: int = 0,
         security: Security | None = None,
         settings: TransportSettings | None = None,
-        log: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self.name, self.epoch, self.log = name, epoch, log
+        self.name, self.epoch = name, epoch
         self.security, self.settings = security or Security(), settings or TransportSettings()
         self.instance = secrets.randbits(63) | 1
         self._lock = threading.Lock()
@@ -74,9 +75,7 @@ class Endpoint(Transport):
         self.address: Address = server.getsockname()[:2]
         self._shared = SharedThreads(f"atlas wan {name}")
         self._budget = StreamBudget(self.settings.max_streams)
-        self._inbound = InboundStreams(
-            self.settings, self._shared.readers, self.kind_of, lambda line: log(f"{name}: {line}")
-        )
+        self._inbound = InboundStreams(self.settings, self._shared.readers, self.kind_of)
         listeners = [sock for sock in (server, listen_unix(self.address)) if sock is not None]
         self._acceptor = Acceptor(listeners, self.settings, self._admit)
         self._watcher = threading.Thread(target=self._watch, daemon=True, name=f"atlas wan {name} watch")
@@ -202,7 +201,7 @@ class Endpoint(Transport):
                 raise WorkerError(f"{self.name} is closed")
             if (peer, lane) not in self._channels:
                 mine = Greeting(self.name, peer, lane, self.epoch, self.instance)
-                places = (mine, address, self.security, self.settings, self.log)
+                places = (mine, address, self.security, self.settings)
                 self._channels[peer, lane] = self._channel(self.kind_of(peer, light=light, mesh=mesh), *places)
             return self._channels[peer, lane]
 
@@ -261,7 +260,6 @@ class Endpoint(Transport):
                 place, send_record = (peer, lane), self._inbound.send_record
                 inbox.on_posted = lambda tag: send_record(place, RecordKind.POSTED, tag=tag)
                 inbox.on_freed = lambda total: send_record(place, RecordKind.FREED, total)
-                inbox.on_consumer_error = lambda line: self.log(f"{self.name}: {line}")
                 self._inbound.add_place(place)
                 self._inboxes[peer, lane] = inbox  # last, because the watcher reads it without the lock
                 if self._closing.is_set():
@@ -316,7 +314,7 @@ class Endpoint(Transport):
             if not self._closing.is_set():
                 return receive(sock, mode, self.security, self._answer, self.settings.handshake_s)
         except (OSError, AtlasError, ValueError) as error:
-            self.log(f"{self.name}: refused a connection: {broken(error)}")
+            log.info("%s: refused a connection: %s", self.name, broken(error))
         finally:
             self._acceptor.handshake_done()
         return None

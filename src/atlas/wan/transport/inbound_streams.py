@@ -6,6 +6,7 @@ Knows which peers have streams and since when one has none. The inboxes know the
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -19,21 +20,19 @@ from atlas.wan.transport.stream import broken
 from atlas.wan.transport.stream_budget import INBOUND_LIMITS, ChannelKind
 from atlas.wan.transport.wire import RecordKind
 
+log = logging.getLogger("atlas.wan")
 Place = tuple[str, int]
 """A peer and a lane."""
 
 
 class InboundStreams:
-    """`log` gets a line for each stream that breaks."""
-
     def __init__(
         self,
         settings: TransportSettings,
         readers: StreamReaders,
         kind_of: Callable[[str], ChannelKind],
-        log: Callable[[str], None],
     ) -> None:
-        self.settings, self.readers, self.kind_of, self.log = settings, readers, kind_of, log
+        self.settings, self.readers, self.kind_of = settings, readers, kind_of
         self.num_shared = 0
         """Streams without a thread of their own."""
         self._lock = threading.Lock()
@@ -117,7 +116,7 @@ class InboundStreams:
             self._gone_since[place] = time.monotonic()
             left, closing = len(self._streams[place]), self._closing
         if error is not None and not closing:
-            self.log(f"a stream from {place[0]} ended: {broken(error)}")
+            log.info("a stream from %s ended: %s", place[0], broken(error))
         if error is None and not left and not closing:
             inbound.inbox.fail(WorkerError(f"{place[0]} has closed its side"))
 

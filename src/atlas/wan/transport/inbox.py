@@ -8,6 +8,7 @@ writes into memory that was handed over. Knows no sockets: streams claim, fill a
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from atlas.errors import WorkerError
 from atlas.wan.transport.base import Handle, Key, Tag, report, size_error
 from atlas.wan.transport.wire import MAX_POSTED, FrameHeader, RefusalReason
 
+log = logging.getLogger("atlas.wan")
 CLAIM_TIMEOUT_S = 10.0
 """The longest that an aborted stream may take to settle."""
 SMALL, FULL, REPORT = 1 / 64, 1 / 4, 1 / 16
@@ -69,7 +71,6 @@ class Inbox:
         self.received_bytes = self.num_duplicates = self.num_consumer_errors = 0
         self.on_posted: Callable[[Tag], None] = lambda tag: None
         self.on_freed: Callable[[int], None] = lambda total: None
-        self.on_consumer_error: Callable[[str], None] = lambda line: None
         self._changed = threading.Condition()
         self._posted: dict[Tag, tuple[Handle, memoryview | None]] = {}
         self._arriving: dict[int, IncomingMessage] = {}
@@ -187,17 +188,17 @@ class Inbox:
     # ---- inside ------------------------------------------------------------------------------------------------
     def _consume(self, arrival: IncomingMessage) -> None:
         """Frees the staging whatever the consumer does. An error of the consumer does not end the stream: it is counted
-        and passed to `on_consumer_error`. If it is not a WorkerError, its traceback is shown too."""
+        and logged. If it is not a WorkerError, its traceback is shown too."""
         assert self.consumer is not None
         tag = arrival.header.tag
         try:
             self.consumer(Key(self.peer, self.lane, tag), arrival.view)
         except Exception as error:
-            with self._changed:
-                self.num_consumer_errors += 1
-            self.on_consumer_error(f"lane {self.lane} {tag} from {self.peer} could not be used: {error}")
+            log.info("lane %d %s from %s could not be used: %s", self.lane, tag, self.peer, error)
             if not isinstance(error, WorkerError):
                 report(error)
+            with self._changed:
+                self.num_consumer_errors += 1
         finally:
             self._free(arrival)
 

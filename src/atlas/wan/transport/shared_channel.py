@@ -39,7 +39,6 @@ class SharedChannel(Channel):
         address: Address | None,
         security: Security,
         settings: TransportSettings,
-        log: Callable[[str], None],
         *,
         threads: SharedThreads,
     ) -> None:
@@ -51,7 +50,7 @@ class SharedChannel(Channel):
         self._last_write = 0.0
         self.is_lazy = address is not None and datacenter_of(mine.name) == datacenter_of(mine.peer)
         self._heartbeat_s = settings.heartbeat_s * (NEAR_HEARTBEATS if self.is_lazy else 1)
-        super().__init__(mine, address, security, settings, log, light=True)
+        super().__init__(mine, address, security, settings, light=True)
 
     def _start(self) -> None:
         self._slot = self._slots[0]
