@@ -14,6 +14,7 @@ import pytest
 
 from atlas.errors import AtlasError, WorkerError
 from atlas.wan.security.credentials import Credentials, Security
+from atlas.wan.transport import acceptor
 from atlas.wan.transport.base import Key
 from atlas.wan.transport.endpoint import Endpoint
 from atlas.wan.transport.settings import TransportSettings
@@ -244,3 +245,17 @@ def test_a_peer_connects_at_once_among_idle_and_garbage_connections(certs: Path)
                 assert peer.channel("dc2/b").last_error == "never connected", "no attempt has failed"
     for sock in held:
         sock.close()
+
+
+def test_silent_handshakes_make_room_for_new_ones(certs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(acceptor, "GRACE_S", 0.0)
+    security = {name: Security(Credentials.of_folder(certs, name)) for name in ("dc1/a", "dc2/b")}
+    settings = TransportSettings(max_streams=1, max_handshakes=4, handshake_s=60.0)
+    with contextlib.ExitStack() as stack:
+        b = stack.enter_context(Endpoint("dc2/b", security=security["dc2/b"], settings=settings))
+        for _ in range(10):
+            silent = stack.enter_context(socket.create_connection(b.address, timeout=5))
+            silent.sendall(preamble(ENCRYPTED))
+        a = stack.enter_context(Endpoint("dc1/a", security=security["dc1/a"], settings=settings))
+        a.connect({"dc2/b": b.address}, timeout_s=20)
+        assert a.channel("dc2/b").last_error == "never connected", "no attempt has failed"

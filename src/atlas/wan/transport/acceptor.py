@@ -2,7 +2,8 @@
 
 One thread watches all connections that have not sent a preamble: their number, their time and the rate of accepting are
 bounded, and the oldest is closed to make room for a new one. Only a connection with a valid preamble gets a thread, at
-most `max_handshakes` of them at once, each with a deadline. Does not know what follows the preamble.
+most `max_handshakes` of them at once, each with a deadline. Then too the oldest makes room, unless it has just begun:
+peers that all connect at once must not end each other's handshakes. Does not know what follows the preamble.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ BURST_ACCEPTS = 16
 """Connections accepted at once after an idle time."""
 SELECT_S = 0.25
 """How often connections that sent no preamble are checked for their deadline."""
+GRACE_S = 1.0
+"""What a handshake may take, if it is one of many: several round trips between any two places."""
 NO_DESCRIPTOR_S = 0.05
 """Pause after a failed accept: most likely no file descriptor is left."""
 
@@ -55,15 +58,18 @@ class Acceptor:
         for sock in [*listeners, self._wake_out]:
             self._selector.register(sock, selectors.EVENT_READ)
         self._pending: dict[socket.socket, PendingConnection] = {}
-        self._handshakes = threading.BoundedSemaphore(settings.max_handshakes)
+        self._lock = threading.Lock()
+        self._handshakes: dict[socket.socket, float] = {}
+        """The sockets of handshakes that have not ended, and when these began. The oldest first."""
         self._closing = False
         self._allowance, self._allowance_at = float(BURST_ACCEPTS), time.monotonic()
         self._thread = threading.Thread(target=self._run, daemon=True, name="atlas wan acceptor")
         self._thread.start()
 
-    def handshake_done(self) -> None:
-        """Called by `admit` when its handshake has ended."""
-        self._handshakes.release()
+    def handshake_done(self, sock: socket.socket) -> None:
+        """Called by `admit` when its handshake has ended, before it closes the socket."""
+        with self._lock:
+            self._handshakes.pop(sock, None)
 
     def close(self) -> None:
         self._closing = True
@@ -126,16 +132,27 @@ class Acceptor:
         except (OSError, WorkerError):
             self._drop(pending)
             return
-        if not self._handshakes.acquire(blocking=False):
-            self._drop(pending)
-            return
-        thread = threading.Thread(target=self.admit, args=(pending.sock, mode), daemon=True, name="atlas wan inbound")
         self._forget(pending)
+        self._begin_handshake(pending.sock, mode)
+
+    def _begin_handshake(self, sock: socket.socket, mode: int) -> None:
+        now = time.monotonic()
+        with self._lock:
+            if len(self._handshakes) >= self.settings.max_handshakes:
+                oldest, since = next(iter(self._handshakes.items()))
+                if now - since < GRACE_S:
+                    sock.close()
+                    return
+                del self._handshakes[oldest]
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)  # ends its thread
+            self._handshakes[sock] = now
+        thread = threading.Thread(target=self.admit, args=(sock, mode), daemon=True, name="atlas wan inbound")
         try:
             thread.start()
         except RuntimeError:  # the system's limit of threads: there may be some later
-            self._handshakes.release()
-            pending.sock.close()
+            self.handshake_done(sock)
+            sock.close()
 
     def _drop_late(self) -> None:
         now = time.monotonic()

@@ -316,7 +316,7 @@ class Endpoint(Transport):
         except (OSError, AtlasError, ValueError) as error:
             log.info("%s: refused a connection: %s", self.name, broken(error))
         finally:
-            self._acceptor.handshake_done()
+            self._acceptor.handshake_done(sock)
         return None
 
     def _watch(self) -> None:

@@ -33,7 +33,7 @@ class TransportSettings:
     max_pending: int = 256
     """Connections that have not sent a preamble. The oldest is closed to make room for a new one."""
     max_handshakes: int = 16
-    """Handshakes at the same time."""
+    """Handshakes at the same time. One that takes long is ended to make room for a new one."""
     accepts_per_s: float = 2000.0
     record_folder: str = ""
     """Where channels to other datacenters write tables of what they send (`weather.packets`). Empty: nowhere."""
