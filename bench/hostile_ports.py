@@ -6,13 +6,19 @@ still answers.
 
 Starts `bubbletea serve` and `atlas train --emulate --filler bubbletea` on this machine, finds their ports, and visits
 one after the other: 2,000 idle connections (quick: 400), and beside them 20 callers that announce 1 GiB and send until
-they are disconnected, at most 64 MiB, and 20 that send random bytes. The callers are a process of their own with the
-lowest priority, since they share this machine. Visits and times without callers take turns; training writes down every
-iteration.
+they are disconnected, at most 64 MiB, and 20 that send random bytes.
 
-The bars: no process grows by more than 50 MB; the median iteration during visits is within the spread of the times
-without callers; the service answers afterwards (200, or a refusal with its reason on a host that is too busy for
-training and prefill).
+How training's slowdown is measured. The callers share this machine's cores with training, and what they take there is
+not what our ports cost. So they have a control: the same callers, at the same rate, call a listener that is no part of
+the run and closes whatever speaks. Turns without callers, with the control, and at our ports alternate; every turn has
+the median of the iterations that lie inside it. The slowdown is the median of the turns at our ports over the median of
+the control's turns. Its bar is the spread of the turns without callers (largest over smallest), and at least 0.5 %.
+
+The ports of the emulated network are visited last, for memory only: it stands for cables, forwards whatever comes, and
+callers there take emulated bandwidth and the time of its one loop. Their figure has no bar.
+
+The bars: no process grows by more than 50 MB; the slowdown is within the spread; the service answers afterwards (200,
+or a refusal with its reason on a host that is too busy for training and prefill).
 """
 
 from __future__ import annotations
@@ -25,6 +31,7 @@ import os
 import random
 import re
 import resource
+import selectors
 import socket
 import statistics
 import struct
@@ -34,6 +41,7 @@ import tempfile
 import threading
 import time
 import zlib
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -47,7 +55,12 @@ ROOT = Path(__file__).parents[1]
 JOB = ("examples/tiny.yaml", "--set", "pipelines_per_cell=1")
 MIB, GIB = 1 << 20, 1 << 30
 START_S = 120.0
-TURNS, QUIET_S = 3, 10.0
+NUM_SPEAKERS = 20
+"""Callers at each port that announce 1 GiB, and as many that send garbage."""
+ROUNDS = 3
+"""Each has three turns: without callers, with the control, and at a third of our ports."""
+CALLS_PER_S = 1000.0
+"""The pace of the callers, so that those at our ports and the control's do the same work in the same time."""
 LEAST_SPREAD = 0.005
 """Turns without callers may agree by chance."""
 EMULATOR = "atlas.wan.emulator"
@@ -63,23 +76,59 @@ def main() -> int:
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     lines = Lines()
-    with tempfile.TemporaryDirectory(prefix="hostile-ports-") as name, _started(Path(name)) as (url, roots):
-        steps = Path(name) / "steps.jsonl"
-        ports = sorted({port for pid in _tree(roots) for port in _ports(pid)})
-        lines.at_least("listening ports that were visited", len(ports), "", 5)
-        times = {"alone": [_iterations_s(steps, QUIET_S)], "visited": list[list[float]]()}
-        with _Sizes(_tree(roots)) as sizes:
-            for turn in range(TURNS):
-                first = len(_lengths_s(steps))
-                _visit_all(ports[turn::TURNS], num_idle)
-                times["visited"].append(_lengths_s(steps)[first:])
-                times["alone"].append(_iterations_s(steps, QUIET_S))
+    with tempfile.TemporaryDirectory(prefix="hostile-ports-") as name, ExitStack() as stack:
+        control = stack.enter_context(_control())
+        url, roots = stack.enter_context(_started(Path(name)))
+        tree = _tree(roots)
+        network = [pid for pid in tree if EMULATOR in _command(pid)]
+        ours = sorted({port for pid in tree if pid not in network for port in _ports(pid)})
+        cables = sorted({port for pid in network for port in _ports(pid)})
+        lines.at_least("listening ports that were visited", len(ours) + len(cables), "", 5)
+        with _Sizes(tree) as sizes:
+            turns = _Turns(Path(name) / "steps.jsonl", tree)
+            for i in range(ROUNDS):
+                ports = ours[i::ROUNDS]
+                turns.alone(len(ports) * _visit_s(num_idle))
+                for kind in ("control", "ours") if i % 2 else ("ours", "control"):
+                    turns.visited(kind, ports if kind == "ours" else [control] * len(ports), num_idle)
+            turns.alone(len(ports) * _visit_s(num_idle))
+            turns.visited("emulated network", cables, num_idle)
         _report_sizes(lines, sizes)
-        _report_times(lines, times)
+        _report_times(lines, turns)
         ask = {"model": "tiny", "prompt": "Tell me", "max_tokens": 4}
         status = httpx.post(f"{url}/v1/completions", json=ask, timeout=60).status_code
         lines.add("status of a request afterwards", status, "", "200, 429 or 503", status in (200, 429, 503))
     return lines.table()
+
+
+class _Turns:
+    """The iterations of training, and the CPU time of all processes, by what happened beside them."""
+
+    def __init__(self, steps: Path, pids: list[int]) -> None:
+        self._steps, self._pids = steps, pids
+        self.iterations_s: dict[str, list[list[float]]] = defaultdict(list)
+        self.cpu_s: Counter[str] = Counter()
+        self.took_s: Counter[str] = Counter()
+
+    def alone(self, seconds: float) -> None:
+        with self._turn("alone"):
+            time.sleep(seconds)
+
+    def visited(self, kind: str, ports: list[int], num_idle: int) -> None:
+        with self._turn(kind):
+            _visit_all(ports, num_idle)
+
+    @contextmanager
+    def _turn(self, kind: str) -> Iterator[None]:
+        first, cpu_s, began_s = len(_lengths_s(self._steps)) + 1, _cpu_s(self._pids), time.monotonic()
+        yield
+        self.iterations_s[kind].append(_lengths_s(self._steps)[first:])  # the first one began before the turn
+        self.cpu_s[kind] += _cpu_s(self._pids) - cpu_s
+        self.took_s[kind] += time.monotonic() - began_s
+
+    def medians_s(self, kind: str) -> list[float]:
+        """Of every turn."""
+        return [statistics.median(turn) for turn in self.iterations_s[kind] if turn]
 
 
 def _report_sizes(lines: Lines, sizes: _Sizes) -> None:
@@ -90,20 +139,27 @@ def _report_sizes(lines: Lines, sizes: _Sizes) -> None:
     lines.add("growth of the emulated network", network / 1e6, "MB", "", None)
 
 
-def _report_times(lines: Lines, times: dict[str, list[list[float]]]) -> None:
-    alone = [statistics.median(turn) for turn in times["alone"] if turn]
-    visited = [s for turn in times["visited"] for s in turn]
+def _report_times(lines: Lines, turns: _Turns) -> None:
+    alone, control, ours = (turns.medians_s(kind) for kind in ("alone", "control", "ours"))
     base_s, spread = statistics.median(alone), max(alone) / min(alone) - 1
     lines.add("iteration of training without callers", base_s * 1e3, "ms", "", None)
     lines.add("its largest turn over its smallest", 100 * spread, "%", "", None)
-    lines.add("iterations during visits", len(visited), "", "", None)
-    longer = statistics.median(visited) / base_s - 1
-    lines.at_most("iteration during visits, longer by", 100 * longer, "%", 100 * max(spread, LEAST_SPREAD))
+    for kind, seconds in turns.took_s.items():
+        num = sum(map(len, turns.iterations_s[kind]))
+        lines.add(
+            f"CPU time of service and run, {kind}", turns.cpu_s[kind] / seconds, "cores", "", None, iterations=num
+        )
+    for kind in ("control", "emulated network"):
+        longer = statistics.median(turns.medians_s(kind)) / base_s - 1
+        lines.add(f"iteration beside callers, {kind}, longer by", 100 * longer, "%", "", None)
+    longer = statistics.median(ours) / statistics.median(control) - 1
+    bar = 100 * max(spread, LEAST_SPREAD)
+    lines.at_most("iteration beside callers, our ports over control, longer by", 100 * longer, "%", bar)
 
 
 # ---- the callers -------------------------------------------------------------------------------------------------
 def _visit_all(ports: list[int], num_idle: int) -> None:
-    """In a process of its own, which runs only when nobody else wants to."""
+    """In a process of its own with the lowest priority."""
 
     def visit() -> None:
         os.nice(19)
@@ -116,13 +172,53 @@ def _visit_all(ports: list[int], num_idle: int) -> None:
 
 
 def _visit(port: int, num_idle: int) -> None:
+    until_s = time.monotonic() + _visit_s(num_idle)
     with ExitStack() as idle:
-        for _ in range(num_idle):
+        for _ in _paced(num_idle):
             with contextlib.suppress(OSError):
                 idle.enter_context(socket.create_connection(("127.0.0.1", port), 5))
-        for _ in range(20):
+        for _ in _paced(NUM_SPEAKERS):
             _announce(port)
             _garbage(port)
+    time.sleep(max(0.0, until_s - time.monotonic()))
+
+
+def _visit_s(num_idle: int) -> float:
+    """How long a visit takes, unless a port makes its callers wait."""
+    return 1.1 * (num_idle + 4 * NUM_SPEAKERS) / CALLS_PER_S
+
+
+def _paced(count: int) -> Iterator[None]:
+    began_s = time.monotonic()
+    for i in range(count):
+        time.sleep(max(0.0, began_s + i / CALLS_PER_S - time.monotonic()))
+        yield
+
+
+@contextmanager
+def _control() -> Iterator[int]:
+    """The port of a listener that keeps idle connections and closes those that speak, with the lowest priority."""
+
+    def serve(listener: socket.socket) -> None:
+        os.nice(19)
+        with selectors.DefaultSelector() as selector:
+            selector.register(listener, selectors.EVENT_READ)
+            while True:
+                for key, _ in selector.select():
+                    if key.fileobj is listener:
+                        selector.register(listener.accept()[0], selectors.EVENT_READ)
+                    else:
+                        selector.unregister(key.fileobj)
+                        key.fileobj.close()  # type: ignore[union-attr]
+
+    with socket.create_server(("127.0.0.1", 0), backlog=2048) as listener:
+        process = multiprocessing.get_context("fork").Process(target=serve, args=(listener,))
+        process.start()
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            process.kill()
+            process.join()
 
 
 def _announce(port: int) -> None:
@@ -202,7 +298,7 @@ class _Sizes:
     """The growth of the resident memory of processes, in bytes."""
 
     def __init__(self, pids: list[int]) -> None:
-        self.names = {pid: Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")[-80:] for pid in pids}
+        self.names = {pid: _command(pid)[-80:] for pid in pids}
         self._before = {pid: _resident(pid) for pid in pids}
         self.grown = dict.fromkeys(pids, 0)
         self._ended = threading.Event()
@@ -232,11 +328,14 @@ def _lengths_s(steps: Path) -> list[float]:
     return [json.loads(line)["iteration_s"] for line in steps.read_text().splitlines() if line.endswith("}")]
 
 
-def _iterations_s(steps: Path, seconds: float) -> list[float]:
-    """Those of the next seconds."""
-    first = len(_lengths_s(steps))
-    time.sleep(seconds)
-    return _lengths_s(steps)[first:]
+def _command(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+
+
+def _cpu_s(pids: list[int]) -> float:
+    """Used so far, in user and in kernel mode."""
+    rows = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
+    return sum(int(row[11]) + int(row[12]) for row in rows) / os.sysconf("SC_CLK_TCK")
 
 
 if __name__ == "__main__":
