@@ -9,9 +9,9 @@ from typing import Any
 from atlas.cli import CommandLine
 
 COMMANDS = {
-    "simulate": "replay requests against the bubbles of a training job",
-    "serve": "an OpenAI-compatible service in the bubbles of a training job",
-    "bench": "load a service and measure its responses",
+    "simulate": "simulate prefill in the bubbles of a training job",
+    "serve": "run an OpenAI-compatible service in the bubbles of a training run",
+    "bench": "send load to a service and measure its responses",
 }
 MODULES = {"simulate": "bubbletea.sim.command", "serve": "bubbletea.serve.command", "bench": "bubbletea.bench"}
 
@@ -20,7 +20,7 @@ def _load(name: str) -> Any:
     return import_module(MODULES[name])
 
 
-BUBBLETEA = CommandLine("bubbletea", "Prefill of language models in the bubbles of training.", COMMANDS, _load)
+BUBBLETEA = CommandLine("bubbletea", "Run LLM prefill in the bubbles (idle GPU time) of training.", COMMANDS, _load)
 main, top_parser, command_parser = BUBBLETEA.main, BUBBLETEA.top_parser, BUBBLETEA.command_parser
 
 if __name__ == "__main__":

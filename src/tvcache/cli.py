@@ -18,9 +18,9 @@ from typing import Any, NoReturn
 from tvcache.errors import TvcacheError
 
 COMMANDS = {
-    "serve": "a server that rollouts of many processes and sites share",
-    "show": "the tree, hits and seconds saved, as a page",
-    "replay": "what a cache would have done for recorded trajectories",
+    "serve": "run a cache server that rollouts of many processes and sites share",
+    "show": "write a page with the tree, hits and seconds saved",
+    "replay": "show what a cache would have saved on recorded trajectories",
 }
 
 

@@ -23,7 +23,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(
         dest="action", metavar="ACTION", required=True, help="list, verify, export or import"
     )
-    listed = actions.add_parser("list", help="list the saves", description="List the saves, complete and not.")
+    listed = actions.add_parser("list", help="list the saves", description="List all saves, also incomplete ones.")
     verify = actions.add_parser("verify", help="check every file", description="Compare every file with its hash.")
     export = actions.add_parser(
         "export",
@@ -42,15 +42,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--format", choices=("hf", "dcp"), default="hf", help="hf (default), or dcp with optimizer state"
     )
     for action in (listed, verify):
-        action.add_argument("--json", action="store_true", help="print as JSON")
+        action.add_argument("--json", action="store_true", help="print JSON")
 
 
-IMPORTS = (
-    "hf: write a checkpoint of step 0, for `atlas train --checkpoints`, from a Hugging Face folder. "
-    "dcp: write a Hugging Face folder, for `atlas train --model`, from the weights of a folder of "
-    "torch.distributed.checkpoint (model.NAME, with the names of Hugging Face). Its metadata is a pickle: import only "
-    "what you trust."
-)
+IMPORTS = """Import weights of another format.
+
+hf: write a checkpoint of step 0, for `atlas train --checkpoints`, from a Hugging Face folder.
+dcp: write a Hugging Face folder, for `atlas train --model`, from a folder of torch.distributed.checkpoint with weights
+named model.NAME, as in Hugging Face. Its metadata is a pickle: import only folders that you trust.
+"""
 
 
 def _configure_import(parser: argparse.ArgumentParser) -> None:

@@ -1,8 +1,8 @@
 """Compare the networks that a datacenter could be built with: ports, watts and dollars, and the nodes its power allows.
 
 Prices each datacenter of JOB with rail, fat-tree, flat-rail and photonic fabrics. Fibre, NICs, cooling and control are
-not counted. With --circuits it lists the changes of circuits of one iteration on photonic rails; with --rehearse it
-carries them out in real time against emulated switches, without a model. See docs/fabric.md.
+not counted. With --circuits it lists the circuit changes of one iteration on photonic rails; with --rehearse it makes
+these changes in real time on emulated switches, without a model. See docs/fabric.md.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     job_flags(parser)
     add = parser.add_argument
     add("--json", action="store_true", help="print JSON instead of tables")
-    add("--circuits", action="store_true", help="list the changes of circuits of an iteration, and what triggers each")
+    add("--circuits", action="store_true", help="list the circuit changes of an iteration, and what triggers each")
     add(
         "--rehearse",
         type=number(0.01, 1000),
         metavar="SLOWER",
-        help="carry them out against emulated switches, all times multiplied by SLOWER",
+        help="make these changes in real time on emulated switches, all times multiplied by SLOWER",
     )
     add(
         "--fault",

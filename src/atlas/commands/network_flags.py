@@ -24,7 +24,7 @@ def network_flags(group: argparse._ActionsContainer) -> None:
     add(
         "--advertise",
         metavar="HOST",
-        help="address or name that other datacenters dial, or none if they cannot (default: that of --listen)",
+        help="address or name at which other datacenters dial this host; none: they cannot (default: --listen)",
     )
     add("--ports", metavar="LO-HI", help="ports of this host's workers and checkpoint server (default: any)")
     add(
@@ -45,7 +45,7 @@ def security_flags(group: argparse._ActionsContainer) -> None:
         action="append",
         default=[],
         metavar="NETWORK",
-        help="network inside the datacenter in which bytes may travel unencrypted (repeatable)",
+        help="network inside the datacenter in which traffic may be unencrypted; may be repeated",
     )
 
 

@@ -152,6 +152,7 @@ def setup(result: Result) -> str:
     job, frame = result.case.job, result.case.layout
     stages = " + ".join(f"{name} {count}" for name, count in Counter(frame.rank_dc).items())
     cells = f"{job.cells} cells of " if job.cells > 1 else ""
+    pipelines = f"{frame.num_pipelines} pipeline{'s' if frame.num_pipelines > 1 else ''}"
     tp = f" x tp {job.tp}" if job.tp > 1 else ""
     return (
         f"{job.model.family} {_billions(model_params(job.model))} on {result.row()['num_gpus']:,} GPUs: "

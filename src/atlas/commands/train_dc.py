@@ -62,7 +62,7 @@ def group_flags(group: argparse._ActionsContainer) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="run without this datacenter, which is lost (repeatable)",
+        help="run without this lost datacenter; may be repeated",
     )
     add(
         "--grace", type=number(0.1, 1e6), metavar="S", help="treat a launcher as lost after S seconds out of reach (30)"
@@ -71,7 +71,7 @@ def group_flags(group: argparse._ActionsContainer) -> None:
         "--gather",
         type=number(0.1, 1e6),
         metavar="S",
-        help="wait S seconds for all launchers at the start; give hours if a scheduler queues jobs (600)",
+        help="wait S seconds for all launchers at the start; give hours if a scheduler queues jobs (default 600)",
     )
     add("--patience", type=number(0.1, 1e6), metavar="S", help="treat a stalled worker as failed after S seconds (60)")
     add(

@@ -41,7 +41,7 @@ def watch_flags(parser: argparse.ArgumentParser) -> None:
         "--track",
         action="append",
         metavar="NAME",
-        help="experiment tracker: tensorboard, wandb, mlflow or none (default: tensorboard, where it is installed)",
+        help="tracker: tensorboard, wandb, mlflow, none; may be repeated (default: tensorboard, if installed)",
     )
     add("--ui", action="store_true", help="serve the live page of the run (docs/page.md); its records go to --runs")
     add(

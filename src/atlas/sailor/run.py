@@ -176,7 +176,8 @@ def _bad_flag(flag: str, value: object, rule: str, remedy: str) -> SpecError:
 
 def main(argv: list[str] | None = None) -> int:
     """`python -m atlas.sailor`: exit code 2 and one message for what the user can fix."""
-    parser = argparse.ArgumentParser(prog="python -m atlas.sailor", description=__doc__, allow_abbrev=False)
+    description = "Plan from Sailor's files and score plans with Sailor's formula (docs/sailor.md)."
+    parser = argparse.ArgumentParser(prog="python -m atlas.sailor", description=description, allow_abbrev=False)
     for flag, settings in {**FLAGS, **SHARED_FLAGS}.items():
         parser.add_argument(flag, **settings)
     try:

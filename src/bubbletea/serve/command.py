@@ -115,25 +115,27 @@ def page_flags(parser: argparse.ArgumentParser) -> None:
 
 def run_flags(parser: argparse.ArgumentParser) -> None:
     """Of the run whose workers join: as `atlas train` has them."""
-    parser.add_argument("--dc", metavar="NAME", help="serve with the workers of this datacenter (default: of all)")
+    parser.add_argument("--dc", metavar="NAME", help="use the workers of this datacenter (default: of all)")
     parser.add_argument(
         "--folder",
         type=Path,
         metavar="DIR",
-        help="where workers find this service, as in --filler-folder (default: this user's on this host)",
+        help="folder where workers find this service: their --filler-folder (default: this user's on this host)",
     )
     parser.add_argument(
-        "--workers-host", default="127.0.0.1", metavar="ADDRESS", help="listen for workers there (default 127.0.0.1)"
+        "--workers-host", default="127.0.0.1", metavar="ADDRESS", help="address for workers (default 127.0.0.1)"
     )
     parser.add_argument("--workers-port", type=PORT, default=0, metavar="PORT", help="port for workers (default: any)")
     parser.add_argument("--certs", type=Path, metavar="DIR", help="the run's certificates, for workers on other hosts")
     parser.add_argument("--recipe", type=Path, metavar="FILE", help="the run's recipe, if it has one")
     parser.add_argument("--schedule", default="", metavar="NAME", help="schedule of a job (default: 1f1b)")
-    parser.add_argument("--tcp", choices=("one", "many"), help="connections between two nodes (default: many)")
+    parser.add_argument("--tcp", choices=("one", "many"), help="TCP connections per node pair (default: many)")
     parser.add_argument(
-        "--slower", type=whole(1, 1000), default=1, metavar="X", help="the --slower of the emulated run"
+        "--slower", type=whole(1, 1000), default=1, metavar="X", help="the same value as --slower of the emulated run"
     )
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change the job (repeatable)")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of the job; may be repeated"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

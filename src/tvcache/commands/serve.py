@@ -35,7 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=Path("tvcache.log"),
         metavar="FILE",
-        help="file of the values (default ./tvcache.log)",
+        help="file that keeps the values (default ./tvcache.log)",
     )
     add("--fsync", action="store_true", help="values also survive a power failure (slower stores)")
     add("--lease", type=number(1, 3600), default=10.0, metavar="S", help="lifetime of a lease, seconds (default 10)")
