@@ -349,5 +349,5 @@ def _require_feasible_size(job: Job, frame: Layout, iterations: int) -> None:
             value=job.num_microbatches,
             rule=f"x {frame.num_stages} stages x {frame.num_pipelines} pipelines are about {num_events:,} events, "
             f"more than the {MAX_EVENTS:,} that fit in memory",
-            remedy="Fewer microbatches, stages, pipelines_per_cell or --iterations; cells cost nothing",
+            remedy="Use fewer microbatches, stages, pipelines_per_cell or --iterations; cells do not count",
         )

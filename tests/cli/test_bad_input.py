@@ -170,7 +170,7 @@ def test_a_file_named_after_a_schedule_does_not_overwrite_an_input(atlas: Atlas,
 
 def test_a_job_with_too_many_events(atlas: Atlas) -> None:
     said = atlas("simulate", "tiny.yaml", "--set", "num_microbatches=100000", "--iterations", "9", "--json")
-    refused(said, "num_microbatches = 100000", "events", "Fewer microbatches")
+    refused(said, "num_microbatches = 100000", "events", "Use fewer microbatches")
 
 
 def test_files_that_are_not_timelines(atlas: Atlas, tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def test_the_command_lists_changes_and_rehearses_them(tmp_path: Path, capsys: py
     assert main(["fabric", job, "--circuits"]) == 0
     assert "p0.s0/1 - p0.s1/0" in capsys.readouterr().out
     assert main(["fabric", job, "--rehearse", "2"]) == 0
-    assert "changes of circuits" in capsys.readouterr().out
+    assert "circuit changes" in capsys.readouterr().out
     assert main(["fabric", job, "--rehearse", "2", "--fault", "refuses"]) == 0
     assert "refused" in capsys.readouterr().out
     assert (

@@ -140,5 +140,5 @@ def test_a_run_that_keeps_no_timeline_has_the_same_losses_and_the_last_pass() ->
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     play(layout(1, ("a", "b"), 2), tmp_path, 2)
-    with pytest.raises(AtlasError, match="it was saved with global_batch = 4, this run has 8"):
+    with pytest.raises(AtlasError, match="the checkpoint was saved with global_batch = 4, this run has 8"):
         play(layout(1, ("a", "b"), 4), tmp_path, 4)

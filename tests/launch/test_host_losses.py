@@ -202,6 +202,6 @@ def test_a_spare_has_no_number_and_a_datacenter_of_the_plan(tmp_path: Path, caps
     hosts_job(tmp_path)
     words = ["train", str(tmp_path / "job.yaml"), "--device", "cpu", "--spare"]
     assert main([*words, "--dc", "east", "--node", "1/4"]) == 2
-    assert "a spare has no number until it takes a place. Leave out --node" in capsys.readouterr().err
+    assert "a spare has no number until it replaces a host. Leave out --node" in capsys.readouterr().err
     assert main([*words, "--dc", "north"]) == 2
     assert "--dc north: the plan has no worker there" in capsys.readouterr().err

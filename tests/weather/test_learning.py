@@ -87,7 +87,7 @@ def test_the_time_between_two_recordings_is_no_weather() -> None:
 
 
 def test_a_table_of_many_days_is_refused() -> None:
-    with pytest.raises(SpecError, match=r"rows = '20 days': may cover 11 days. Remove older parts"):
+    with pytest.raises(SpecError, match=r"rows = '20 days': must cover at most 11 days. Remove older parts"):
         learn(_twice(20 * 86_400.0))
 
 

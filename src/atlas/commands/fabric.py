@@ -76,7 +76,7 @@ def _circuits(job: Job, args: argparse.Namespace) -> int:
         ran = _rehearsed(job, program, costs, args)
         found["rehearsal"] = {"predicted_s": ran.predicted_s, "measured_s": ran.measured_s, "error": ran.error}
         text.append(
-            f"{ran.num_changes} changes of circuits: predicted {seconds(ran.predicted_s)}, measured "
+            f"{ran.num_changes} circuit changes: predicted {seconds(ran.predicted_s)}, measured "
             f"{seconds(ran.measured_s)} ({ran.error:+.1%})."
         )
         text += [f"The circuits stayed as they were: {ran.failed}"] if ran.failed else []

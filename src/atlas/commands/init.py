@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     require_writable(args.out, "--out")
     if args.out.exists() and not args.force:
         remedy = "Choose another name, or give --force to replace it"
-        raise SpecError(where="--out", key="file", value=str(args.out), rule="is there already", remedy=remedy)
+        raise SpecError(where="--out", key="file", value=str(args.out), rule="exists already", remedy=remedy)
     _require(args) if not sys.stdin.isatty() else _ask(args)
     chosen = model(args.model, args.seq)
     where = sites(args.dc)

@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
         raise SpecError(
             where=job.where,
             key="usd_per_gpu_hour",
-            rule="the front of time and cost (--pareto) needs prices, and no datacenter has one",
+            rule="the Pareto front (--pareto) needs prices, and no datacenter has one",
             remedy="Write usd_per_gpu_hour in the cluster",
         )
     with Meter() as meter:
@@ -166,8 +166,8 @@ def _require_one_kind(args: argparse.Namespace) -> None:
     for name in OF_A_JOB if theirs else OF_SAILOR:
         if getattr(args, name) not in (None, False, []):
             flag = "JOB.yaml" if name == "job" else f"--{name.replace('_', '-')}"
-            rule = "does not go with --from-sailor" if theirs else "is for --from-sailor DIR"
-            raise SpecError(where="atlas plan", key=flag, rule=rule, remedy="Leave one of the two out")
+            rule = "cannot be used with --from-sailor" if theirs else "needs --from-sailor DIR"
+            raise SpecError(where="atlas plan", key=flag, rule=rule, remedy="Leave it out")
 
 
 def _run_sailor(args: argparse.Namespace) -> int:

@@ -145,7 +145,7 @@ def run(args: argparse.Namespace) -> int:
     end_on_signals()
     if args.emulate == (args.dc is not None):
         raise AtlasError(
-            "give --emulate to run all of it on this machine, or --dc NAME for this datacenter's part of it"
+            "give --emulate to run the whole plan on this machine, or --dc NAME to run this datacenter's part"
         )
     if args.dc is not None and args.page is not None:
         raise AtlasError("--page is for --emulate: with --dc give --timeline FILE, and draw it with `atlas view`")
@@ -242,7 +242,7 @@ def _print(name: str, options: TrainOptions, result: Rehearsal) -> None:
         f"  emulator late by      {run.late_s * 1e3:10.2f} ms   devices overrun {run.overrun_s * 1e3:.2f} ms"
     )
     if run.rails is not None:
-        print(f"  changes of circuits   {run.rails.num_changes:8}")
+        print(f"  circuit changes       {run.rails.num_changes:8}")
         if run.rails.failed:
             print(f"The circuits stayed as they were: {run.rails.failed}")
     if run.stopped:

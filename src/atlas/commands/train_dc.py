@@ -157,7 +157,7 @@ def agent_name(
 ) -> tuple[AgentName, int | None]:
     """Which launcher of its datacenter this is, and its first GPU under torchrun."""
     if spare and node is not None:
-        raise AtlasError(f"--spare and --node {node}: a spare has no number until it takes a place. Leave out --node")
+        raise AtlasError(f"--spare and --node {node}: a spare has no number until it replaces a host. Leave out --node")
     if spare:
         return AgentName(datacenter, SPARE), None
     if "TORCHELASTIC_RUN_ID" in environment:

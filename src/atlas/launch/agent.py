@@ -174,7 +174,7 @@ class Agent:
             self._attempt = _Attempt(int(message["begin"]), list(message["datacenters"]), name)
             if name != self._name:
                 self._name = name
-                self.say(f"this host takes the place of {name}")
+                self.say(f"this host replaces {name}")
         attempt = self._attempt
         if attempt is None or ("begin" not in message and message["epoch"] != attempt.epoch):
             return  # of an attempt that has ended

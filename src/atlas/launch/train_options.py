@@ -92,7 +92,7 @@ class TrainOptions:
     ) -> TrainOptions:
         """With the plan's choices where the user made none. Raises AtlasError for a plan that cannot be executed."""
         if plan is not None and plan.runnable != "yes":
-            raise AtlasError(f"{plan.job.where}: runnable: {plan.runnable}")
+            raise AtlasError(f"{plan.job.where}: the plan is not runnable: {plan.runnable}")
         how = PlanSchedule(name="1f1b") if plan is None else plan.schedule
         return cls(schedule or how.name, tcp or how.tcp, budget=how.tries or None, **others)
 

@@ -40,7 +40,7 @@ def parse_sweep(text: str) -> Sweep:
         return Sweep(key.strip(), _range(text, rest))
     values = tuple(_value(part.strip()) for part in rest.split(","))
     if len(values) > MAX_POINTS:
-        raise _bad(text, f"has {len(values)} values", f"At most {MAX_POINTS}")
+        raise _bad(text, f"has {len(values)} values", f"Give at most {MAX_POINTS}")
     return Sweep(key.strip(), values)
 
 
@@ -96,11 +96,11 @@ def _without(job: Job, name: str) -> Job:
     left = tuple(dc for dc in cluster.datacenters if dc.name != name)
     if len(left) == len(cluster.datacenters):
         known = ", ".join(dc.name for dc in cluster.datacenters)
-        raise _bad(f"lose={name}", "no such datacenter", f"One of {known}, or none")
+        raise _bad(f"lose={name}", "no such datacenter", f"Name one of {known}, or none")
     links = None if cluster.links is None else tuple(link for link in cluster.links if name not in link.between)
     if not left:
         raise InfeasibleError(
-            where=job.where, key="lose", value=name, rule="it is the only datacenter", remedy="Lose another"
+            where=job.where, key="lose", value=name, rule="it is the only datacenter", remedy="Name another datacenter"
         )
     kept = None if job.placement is None else tuple(place for place in job.placement if place.dc != name)
     placement = kept if kept and job.placement is not None and len(kept) == len(job.placement) else None
@@ -117,7 +117,7 @@ def _with_twin(job: Job, name: str) -> Job:
     twin = next((dc for dc in cluster.datacenters if dc.name == name), None)
     if twin is None:
         known = ", ".join(dc.name for dc in cluster.datacenters)
-        raise _bad(f"add={name}", "there is no datacenter of this name to copy", f"One of {known}")
+        raise _bad(f"add={name}", "there is no datacenter of this name to copy", f"Name one of {known}")
     taken = {dc.name for dc in cluster.datacenters}
     other = next(free for k in itertools.count(2) if (free := f"{name}-{k}") not in taken)
     links = cluster.links

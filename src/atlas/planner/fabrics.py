@@ -126,7 +126,7 @@ def choose_fabrics(job: Job, kinds: Sequence[Kind], plan: Callable[[Job], Planne
             key="fabrics",
             value=",".join(kinds),
             rule=f"no plan fits: {best.note}",
-            remedy="More power",
+            remedy="Raise power_kw",
         )
     rest = sorted((one for one in known.values() if one is not best), key=_score)
     return [best, *rest]

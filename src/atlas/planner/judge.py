@@ -220,7 +220,7 @@ def require_gpus(job: Job, cluster: ClusterArrays, candidate: Candidate) -> None
                 value=None,
                 rule=f"{candidate.where()} needs {gpus} GPUs there, it has {room[name] * candidate.tp} in groups of "
                 f"{candidate.tp}",
-                remedy="Fewer replicas or stages",
+                remedy="Use fewer replicas or stages",
             )
 
 

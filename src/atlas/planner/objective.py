@@ -130,7 +130,7 @@ def objective_of(
         limits["min_tokens_per_s"] = max(limits.get("min_tokens_per_s", 0.0), count / seconds)
         why.append(f"with {tokens.strip()} tokens done in {deadline.strip()}")
     if goal not in OBJECTIVES:
-        remedy = f"One of {', '.join(OBJECTIVES)}"
+        remedy = f"Give one of {', '.join(OBJECTIVES)}"
         raise SpecError(where="--objective", key="objective", value=goal, rule="no such objective", remedy=remedy)
     minimise: Literal["throughput", "cost"] = "cost" if goal == "cost" else "throughput"
     return Objective(minimise, why=", ".join(why), **limits)

@@ -207,7 +207,7 @@ def start(
 def explore(search: Search, strategy: str) -> None:
     """Run a strategy. If interrupted, keep its results; without any, raise the interrupt."""
     if strategy not in STRATEGIES:
-        remedy = f"One of {', '.join(STRATEGIES)}"
+        remedy = f"Give one of {', '.join(STRATEGIES)}"
         raise SpecError(where="--strategy", key="strategy", value=strategy, rule="no such strategy", remedy=remedy)
     try:
         STRATEGIES[strategy][1](search)

@@ -77,7 +77,7 @@ def space_of(
     """Every choice that fits the job's dimensions, except for the keys in `keep`."""
     for key in keep:
         if key not in KEEPABLE:
-            remedy = f"One of {', '.join(KEEPABLE)}"
+            remedy = f"Give one of {', '.join(KEEPABLE)}"
             raise SpecError(where="--keep", key=key, rule="is not chosen by the planner", remedy=remedy)
         if key in job.left_open:
             rule, remedy = "is not stated in the job, so there is nothing to keep", f"Write {key}: in the job"
@@ -95,7 +95,7 @@ def space_of(
     sizes = tuple(size for size in sizes if sequences % size == 0)
     if not sizes:
         rule = f"does not divide the global batch of {sequences} sequences"
-        raise SpecError(where=job.where, key="microbatch", value=job.microbatch, rule=rule, remedy="Change either")
+        raise SpecError(where=job.where, key="microbatch", value=job.microbatch, rule=rule, remedy="Change one of them")
     tps, sizes = _measured(job, tps, sizes)
     cell_sizes: tuple[int, ...] = tuple(range(1, MAX_CELL + 1))
     if "pipelines_per_cell" in keep:

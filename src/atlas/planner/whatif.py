@@ -109,8 +109,8 @@ class Asked:
                 where=job.where,
                 key="placement",
                 value=gone[0],
-                rule="the plan has stages there; use --replan to plan without it",
-                remedy="Ask with --replan",
+                rule="the plan has stages there",
+                remedy="Use --replan to plan without it",
             )
         if any(
             getattr(job, key) != getattr(old, key) for key in ("pp", "cells", "pipelines_per_cell", "tp", "placement")
@@ -248,7 +248,7 @@ def spread(asked: Asked, runs: int, *, wan: float, compute: float, seed: int, ti
     if whole is None:
         raise InfeasibleError(
             where=asked.job.where, key="num_microbatches", value=asked.job.num_microbatches,
-            rule="the job is too long to be simulated in full, which Monte-Carlo runs need", remedy="Take fewer",
+            rule="the job is too long to be simulated in full, which Monte-Carlo runs need", remedy="Lower it",
         )  # fmt: skip
     base = whole.results[whole.slowest]
     program, costs = base.single.program, base.costs

@@ -120,14 +120,14 @@ class PageHandler(BaseHTTPRequestHandler):
         elif path == "/events":
             self._stream()
         else:
-            self._refuse(404, "There is /, /events, /api/state and /api/timeline")
+            self._refuse(404, "Not found. Paths: /, /events, /api/state, /api/timeline")
 
     def do_POST(self) -> None:
         if not self._admitted():
             return
         answer = self.server.answers.get(urlsplit(self.path).path)
         if answer is None:
-            return self._refuse(404, f"There is {', '.join(sorted(self.server.answers)) or 'nothing'} to post to")
+            return self._refuse(404, f"Not found. Paths for POST: {', '.join(sorted(self.server.answers)) or 'none'}")
         kind = (self.headers.get("Content-Type") or "").partition(";")[0].strip()
         length = self.headers.get("Content-Length") or ""
         if kind != "application/json" or not length.isdecimal() or int(length) > MAX_BODY:

@@ -242,7 +242,7 @@ def front_svg(rows: Sequence[Row], front: Sequence[Row], *, title: str) -> str:
     """One dot for each plan, and the Pareto front as a stepped line."""
     points = [(float(row["iteration_s"]), float(row["usd_per_iteration"])) for row in rows]
     if not any(usd > 0 for _, usd in points):
-        raise AtlasError("the front of time and cost needs prices: write usd_per_gpu_hour in the cluster")
+        raise AtlasError("the Pareto front needs prices: write usd_per_gpu_hour in the cluster")
     right = WIDTH - 40
     wide = max(s for s, _ in points) / min(s for s, _ in points) > 20
     x = axis([s for s, _ in points], wide, LEFT, right)

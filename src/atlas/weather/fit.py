@@ -101,7 +101,9 @@ def require_usable(table: PacketTable) -> None:
         raise _bad(where, "rows", f"{table.span_s:.3g} s", f"must cover at least {MIN_SPAN_S:g} s", "Record for longer")
     if table.span_s > MAX_SPAN_DAYS * 86_400:
         remedy = "Remove older parts of the table, or rows whose time is wrong"
-        raise _bad(where, "rows", f"{table.span_s / 86_400:.3g} days", f"may cover {MAX_SPAN_DAYS} days", remedy)
+        raise _bad(
+            where, "rows", f"{table.span_s / 86_400:.3g} days", f"must cover at most {MAX_SPAN_DAYS} days", remedy
+        )
     arrived = ~table.lost
     if (num_arrived := int(arrived.sum())) < 2:
         rule = (

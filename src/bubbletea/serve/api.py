@@ -165,7 +165,9 @@ class Api:
         }
         for name, tokens in named.items():
             if max(tokens, default=0) >= vocabulary:
-                raise ApiError(400, f"{name}: token {max(tokens)}: the model has {vocabulary} tokens", param=name)
+                raise ApiError(
+                    400, f"{name}: token {max(tokens)} is not in the model's vocabulary of {vocabulary}", param=name
+                )
         ends = frozenset[int]() if body.ignore_eos else text.ends
         return Sampling(
             max_tokens=body.num_new,

@@ -146,7 +146,7 @@ class _Answered(_Strict):
     @model_validator(mode="after")
     def _options_are_of_a_stream(self) -> _Answered:
         if self.stream_options is not None and not self.stream:
-            raise _refusal("stream_options", "only together with stream: true")
+            raise _refusal("stream_options", "is allowed only together with stream: true")
         return self
 
     @property
@@ -206,11 +206,11 @@ class _Common(_Sampled, _Answered):
     @model_validator(mode="after")
     def _fields_agree(self) -> _Common:
         if self.truncate_prompt_tokens == 0:
-            raise _refusal("truncate_prompt_tokens", "-1, or at least 1")
+            raise _refusal("truncate_prompt_tokens", "must be -1 or at least 1")
         if self.truncation_side is not None and self.truncate_prompt_tokens is None:
-            raise _refusal("truncation_side", "only together with truncate_prompt_tokens")
+            raise _refusal("truncation_side", "is allowed only together with truncate_prompt_tokens")
         if self.deadline_s is not None and self.is_offline:
-            raise _refusal("deadline_s", "only for online requests: an offline request has no deadline")
+            raise _refusal("deadline_s", "is only for online requests: an offline request has no deadline")
         return self
 
     @property

@@ -150,7 +150,7 @@ class Service:
             if member.parts is None:
                 raise ApiError(
                     503,
-                    f"worker {member.name} takes no decode engines: beyond loopback it needs certificates. Start "
+                    f"worker {member.name} accepts no decode engines from other hosts without certificates. Start "
                     "training with --certs",
                     code="no_handoff",
                 )
@@ -181,7 +181,7 @@ class Service:
             tokens = tokens[:kept] if asked.keeps_start else tokens[-kept:]
         if max(tokens) >= self.served.config.vocabulary:
             what = "the tokenizer's vocabulary is larger than the model's" if is_text else f"token {max(tokens)}"
-            raise ApiError(400, f"{what}: the model has {self.served.config.vocabulary} tokens", param="prompt")
+            raise ApiError(400, f"{what}: the model's vocabulary has {self.served.config.vocabulary}", param="prompt")
         self._require_short(len(tokens), asked.num_new)
         return tokens
 

@@ -55,12 +55,12 @@ def notes(scene: Scene) -> str:
     else:
         alone = (
             f"Training alone: {seconds(scene.pattern.period_ns / 1e9)} an iteration, "
-            f"{percent(1 - scene.idle_share)} busy; its network leaves {percent(left)} to KV."
+            f"{percent(1 - scene.idle_share)} busy; {percent(left)} of the network is left for KV."
         )
     return (
         f"{alone}\n"
-        "Load: share of what the bubbles would prefill without a gap. TTFT: from arrival until the KV was delivered.\n"
-        "dedicated: as many accelerators that only prefill as the bubbles amount to. All times are simulated."
+        "A load of 1 would fill the bubbles completely. TTFT: from arrival until the KV is delivered.\n"
+        "dedicated: accelerators that only prefill, as many as the bubbles amount to. All times are simulated."
     )
 
 

@@ -62,12 +62,12 @@ class Meta:
         for key in sorted(then.keys() | now.keys()):
             if then.get(key) != now.get(key):
                 raise AtlasError(
-                    f"checkpoint: it was saved with {key} = {then.get(key)!r}, this run has "
+                    f"the checkpoint was saved with {key} = {then.get(key)!r}, this run has "
                     f"{now.get(key)!r}. Resume with the saved value, or start a new run in another folder"
                 )
         if self.dataset != dataset and IMPORTED not in self.config:
             raise AtlasError(
-                f"checkpoint: it was saved while training on other data (digest {self.dataset[:12]}, now "
+                f"the checkpoint was saved while training on other data (digest {self.dataset[:12]}, now "
                 f"{dataset[:12]}). Resume with the same shards in the same order, or start a new run"
             )
 

@@ -96,7 +96,7 @@ def with_links(text: str, measurements: Sequence[LinkMeasurement], where: str = 
     if not isinstance(cluster, yaml.MappingNode):
         raise _bad(where, "holds no cluster", "Name the file that has `datacenters`")
     if cluster.flow_style:
-        raise _bad(where, "has its cluster in one line, {...}", "Write one key a line, or use --out")
+        raise _bad(where, "has its cluster in one line, {...}", "Write one key per line, or use --out")
     indent = cluster.value[0][0].start_mark.column if cluster.value else 0
     section = links_yaml(measurements, indent, _unmeasured(text))
     for key, value in cluster.value:
