@@ -156,7 +156,7 @@ def setup(result: Result) -> str:
     tp = f" x tp {job.tp}" if job.tp > 1 else ""
     return (
         f"{job.model.family} {_billions(model_params(job.model))} on {result.row()['num_gpus']:,} GPUs: "
-        f"stages {stages}{tp}, {cells}{frame.num_pipelines} pipelines, {job.num_microbatches} microbatches"
+        f"stages {stages}{tp}, {cells}{pipelines}, {job.num_microbatches} microbatches"
     )
 
 
