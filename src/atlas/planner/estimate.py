@@ -70,7 +70,7 @@ class Estimate:
 
     def layers_of(self, v: int) -> tuple[int, ...]:
         """Layers of each stage of one variant."""
-        return tuple(int(n) for n in self.layers[self.sort[v]])
+        return tuple(self.layers[self.sort[v]].tolist())
 
     def floor_s(self, v: Ints) -> Floats:
         """[.]: no order of these variants is faster."""

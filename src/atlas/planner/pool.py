@@ -83,12 +83,16 @@ def depths(space: Space, cluster: ClusterArrays, frame: Frame) -> list[int]:
     usable = np.flatnonzero(frame.usable)
     largest = int(usable[np.argmax(cluster.cap_bytes[usable])])
     workers = int(frame.shapes.workers[usable].sum())
-    found = []
-    for depth in space.depths:
-        shards = max(1, workers // depth) if space.job.zero else 1
-        most = max_layers(cluster, frame.model, np.full((1, depth), largest), shards)
-        if depth <= workers and most.min() >= 1 and most.sum() >= space.job.model.layers:
-            found.append(depth)
+    every = np.array([depth for depth in space.depths if depth <= workers], np.int64)
+    found: list[int] = []
+    # All stages between the first and the last are alike, so three stages stand for any depth but one.
+    for depth, columns in ((every[every == 1], 1), (every[every > 1], 3)):
+        shards = np.maximum(1, workers // depth)[:, None] if space.job.zero else 1
+        most = max_layers(cluster, frame.model, np.full((len(depth), columns), largest), shards)
+        count = np.ones_like(most)
+        count[:, 1:-1] = depth[:, None] - 2
+        holds_one = ((most >= 1) | (count == 0)).all(axis=1)
+        found += depth[holds_one & ((count * most).sum(axis=1) >= space.job.model.layers)].tolist()
     return found
 
 

@@ -62,10 +62,15 @@ class Search:
     events: int = 0
     """Played so far."""
     interrupted: bool = False
+    _scores: dict[Judged, float] = field(default_factory=dict)
 
     def score(self, judged: Judged) -> float:
-        figures = judged.figures
-        return float(self.objective.score(figures.iteration_s, figures.usd_per_iteration, figures.tokens))
+        """Computed once: every candidate that is looked at is compared with the best one."""
+        if judged not in self._scores:
+            figures = judged.figures
+            found = self.objective.score(figures.iteration_s, figures.usd_per_iteration, figures.tokens)
+            self._scores[judged] = float(found)
+        return self._scores[judged]
 
     def missed(self, judged: Judged) -> float:
         """By which share the worst limit is missed; 0 where all are kept."""

@@ -16,8 +16,8 @@ from atlas.cost.cluster_arrays import ClusterArrays, Flags, Floats, Ints
 from atlas.cost.memory import WorkerMemory, batch_memory, in_flight
 from atlas.cost.model_arrays import RECOMPUTE, ModelArrays, microbatch_s
 
-BISECTIONS = 45
-"""Enough to find the slowest stage's seconds to within a few bits."""
+MOST_TIMES = 1_000_000
+"""Times that are sorted at once: 8 MB."""
 
 
 class Split(NamedTuple):
@@ -80,13 +80,7 @@ def _split(cluster: ClusterArrays, model: ModelArrays, dc: Ints, shards: Ints | 
     extra_s[:, -1] += work_s(model, model.last_s)[dc[:, -1]]
     most = max_layers(cluster, model, dc, shards)
     fits = (most.min(axis=1) >= 1) & (most.sum(axis=1) >= num_layers)
-    low = np.max(layer_s + extra_s, axis=1)
-    high = np.max(layer_s * num_layers + extra_s, axis=1)
-    for _ in range(BISECTIONS):
-        middle = (low + high) / 2
-        enough = _held(middle, layer_s, extra_s, most).sum(axis=1) >= num_layers
-        high, low = np.where(enough, middle, high), np.where(enough, low, middle)
-    layers = _held(high * (1 + 1e-9), layer_s, extra_s, most)
+    layers = _held(_least_limit_s(layer_s, extra_s, most, num_layers) * (1 + 1e-9), layer_s, extra_s, most)
     layers = np.maximum(layers, 1)
     spare = layers.sum(axis=1) - num_layers
     while (spare > 0).any():
@@ -98,6 +92,21 @@ def _split(cluster: ClusterArrays, model: ModelArrays, dc: Ints, shards: Ints | 
         layers[np.flatnonzero(take), at[take]] -= 1
         spare = np.where(take, spare - 1, spare)
     return np.where(fits[:, None], layers, 0), fits
+
+
+def _least_limit_s(layer_s: Floats, extra_s: Floats, most: Ints, num_layers: int) -> Floats:
+    """[u]: the least time of the slowest stage at which all layers find a place, and every stage has one. The n-th
+    layer of a stage fits from some time on, so it is the `num_layers`-th smallest of these times."""
+    found: Floats = np.max(layer_s + extra_s, axis=1)
+    count = np.arange(1, num_layers + 1)
+    at_once = max(1, MOST_TIMES // (layer_s.shape[1] * num_layers))
+    for start in range(0, len(found), at_once):
+        part = slice(start, start + at_once)
+        times = layer_s[part, :, None] * count + extra_s[part, :, None]
+        times[count > most[part, :, None]] = np.inf
+        least = np.partition(times.reshape(len(times), -1), num_layers - 1, axis=1)[:, num_layers - 1]
+        found[part] = np.maximum(found[part], least)
+    return found
 
 
 def _held(limit_s: Floats, layer_s: Floats, extra_s: Floats, most: Ints) -> Ints:
