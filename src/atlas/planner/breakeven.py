@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from itertools import combinations
 
 from atlas.errors import AtlasError
 from atlas.planner.candidate import kind_of
@@ -18,6 +19,7 @@ from atlas.planner.families import Families, faster_links, score
 from atlas.planner.pool import Tick
 from atlas.planner.run import Planned, make_plan
 from atlas.spec import Job
+from atlas.spec.job import Route
 
 STEPS = 6
 """Bisection steps: they narrow a factor of 256 to about 10 %."""
@@ -123,7 +125,7 @@ def _bandwidth(asker: _Asker, wins: bool) -> BreakEven:
         return asker.together_wins(changed_links(asker.planned.job, gbps=factor), asker.alone_score)
 
     edge = _edge(wins_at, wins, 1 / WIDEST if wins else WIDEST)
-    now = _slowest_gbps(asker.planned.job)
+    now = min(route.pair_gbps for route in _routes(asker.planned.job))
     if edge is None:
         return BreakEven("bandwidth", None, _never("bandwidth", "Gbit/s per node pair", now, wins, 1 / WIDEST, WIDEST))
     word = "below" if wins else "from"
@@ -136,7 +138,7 @@ def _latency(asker: _Asker, wins: bool) -> BreakEven:
         return asker.together_wins(changed_links(asker.planned.job, latency=factor), asker.alone_score)
 
     edge = _edge(wins_at, wins, WIDEST if wins else 1 / WIDEST)
-    now = _longest_ms(asker.planned.job)
+    now = max(route.latency_ms for route in _routes(asker.planned.job))
     if edge is None:
         return BreakEven("latency", None, _never("latency", "ms one way", now, wins, WIDEST, 1 / WIDEST))
     word = "above" if wins else "below"
@@ -179,7 +181,7 @@ def _egress(asker: _Asker, wins: bool) -> BreakEven:
     alone, together = asker.families.alone, asker.families.together
     assert alone is not None
     assert together is not None
-    now = _dearest(asker.planned.job)
+    now = max(route.egress_usd_per_gb for route in _routes(asker.planned.job))
     figures = together.figures
     if not figures.egress_usd or not now:
         return BreakEven("egress", None, "egress: no price is known, so none changes it.")
@@ -205,23 +207,9 @@ def changed_links(job: Job, *, gbps: float = 1.0, latency: float = 1.0) -> Job:
     return job
 
 
-def _routes(job: Job) -> list[tuple[float, float, float]]:
-    names = [dc.name for dc in job.cluster.datacenters]
-    pairs = [(a, b) for i, a in enumerate(names) for b in names[i + 1 :]]
-    found = [route for a, b in pairs if (route := job.cluster.route(a, b)) is not None]
-    return [(route.pair_gbps, route.latency_ms, route.egress_usd_per_gb) for route in found]
-
-
-def _slowest_gbps(job: Job) -> float:
-    return min(gbps for gbps, _, _ in _routes(job))
-
-
-def _longest_ms(job: Job) -> float:
-    return max(ms for _, ms, _ in _routes(job))
-
-
-def _dearest(job: Job) -> float:
-    return max(usd for _, _, usd in _routes(job))
+def _routes(job: Job) -> list[Route]:
+    pairs = combinations([dc.name for dc in job.cluster.datacenters], 2)
+    return [route for a, b in pairs if (route := job.cluster.route(a, b)) is not None]
 
 
 def _round(value: float) -> str:

@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 
+from atlas.cost.arrange import Arrangement
 from atlas.cost.price import Tcp
 from atlas.spec import Job, Place
+from atlas.spec.plan import PlanGroup
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,20 @@ class Group:
     pipelines_per_cell: int
     num_microbatches: int
     """Per pipeline: the most any of them has."""
+
+    @classmethod
+    def placed(cls, one: Job | PlanGroup) -> Group:
+        """Of a job or a group of a plan, both placed and split."""
+        assert one.placement is not None, "a plan has one"
+        assert one.layers_per_stage is not None, "a plan has them"
+        places = tuple((place.dc, place.stages) for place in one.placement)
+        return cls(places, one.layers_per_stage, one.cells, one.pipelines_per_cell or 1, one.num_microbatches)
+
+    @classmethod
+    def arranged(cls, job: Job, found: Arrangement) -> Group:
+        """Of a job whose open choices were made by the cost model."""
+        places = tuple((name, len(list(run))) for name, run in groupby(found.rank_dc))
+        return cls(places, found.layers_per_stage, job.cells, found.num_pipelines, job.num_microbatches)
 
     @property
     def pp(self) -> int:

@@ -15,21 +15,20 @@ import numpy as np
 from atlas.cost.cluster_arrays import ClusterArrays
 from atlas.cost.model_arrays import microbatch_s
 from atlas.errors import SpecError
-from atlas.planner.candidate import Candidate, Group
+from atlas.planner.candidate import Candidate
 from atlas.planner.estimate import Batch, estimate
+from atlas.planner.judge import rent_usd_per_s
 from atlas.planner.meet import ring
 from atlas.planner.objective import MISSED, Objective
-from atlas.planner.pool import Frame, cell_sizes, depths, frames
+from atlas.planner.pool import Frame, Variant, cell_sizes, depths, frames, group_of
 from atlas.planner.regions import deal
-from atlas.planner.shapes import Shape, compositions
+from atlas.planner.shapes import compositions
 from atlas.planner.space import Space
 from atlas.planner.split import busy_seconds
 
 MAX_CANDIDATES = 100_000
 
 Floor = Callable[[Objective], float]
-Variant = tuple[Shape, int, int]
-"""Shape, replicas, pipelines per cell."""
 
 
 def every_candidate(space: Space, cluster: ClusterArrays) -> list[tuple[Candidate, Floor]]:
@@ -60,11 +59,11 @@ def _of_depth(
         if counts is None:
             continue
         groups = tuple(
-            _group(cluster, single[v], known.layers_of(v), count) for v, count in zip(members, counts, strict=True)
+            group_of(cluster, single[v], known.layers_of(v), count) for v, count in zip(members, counts, strict=True)
         )
         sharing = any(single[v][2] > 1 for v in members)
         candidate = Candidate(frame.tp, frame.microbatch, ring(cluster, groups), sharing, space.tcp)
-        yield candidate, _floor(space, cluster, frame, candidate)
+        yield candidate, _floor(cluster, frame, candidate)
 
 
 def _variants(space: Space, cluster: ClusterArrays, frame: Frame, depth: int, limit: int) -> Iterator[Variant]:
@@ -81,7 +80,7 @@ def _variants(space: Space, cluster: ClusterArrays, frame: Frame, depth: int, li
                     shape = tuple(zip(order, stages, strict=True))
                     for cell in cells if size > 1 else cells[:1]:
                         count += 1
-                        _require_few(space, count, limit)
+                        _require_few(count, limit)
                         yield shape, replicas, cell
 
 
@@ -105,11 +104,11 @@ def _sets(
                 continue
             for members in product(*(by_dcs[dcs] for dcs in sets)):
                 count += 1
-                _require_few(space, count, limit)
+                _require_few(count, limit)
                 yield members
 
 
-def _require_few(space: Space, count: int, limit: int) -> None:
+def _require_few(count: int, limit: int) -> None:
     if count > limit:
         raise SpecError(
             where="--strategy",
@@ -120,19 +119,14 @@ def _require_few(space: Space, count: int, limit: int) -> None:
         )
 
 
-def _group(cluster: ClusterArrays, variant: Variant, layers: tuple[int, ...], num_microbatches: int) -> Group:
-    shape, replicas, cell = variant
-    return Group(tuple((cluster.names[i], s) for i, s in shape), layers, replicas // cell, cell, num_microbatches)
-
-
-def _floor(space: Space, cluster: ClusterArrays, frame: Frame, candidate: Candidate) -> Floor:
+def _floor(cluster: ClusterArrays, frame: Frame, candidate: Candidate) -> Floor:
     """No order is faster than the slowest stage without a pause, and none is cheaper than the rent for this time."""
     floor_s = 0.0
     for group in candidate.groups:
         dc = np.array([[cluster.index[name] for name in group.stage_dc]])
         work_s = microbatch_s(busy_seconds(frame.model, dc, np.array([group.layers_per_stage])))
         floor_s = max(floor_s, group.num_microbatches * float(work_s.max()))
-    rent = sum(gpus * float(cluster.usd_per_gpu_s[cluster.index[name]]) for name, gpus in candidate.gpus.items())
+    rent = rent_usd_per_s(cluster, candidate)
 
     def floor(objective: Objective) -> float:
         value = floor_s if objective.minimise == "throughput" else floor_s * rent

@@ -93,16 +93,7 @@ def _short(value: float) -> float:
 
 def candidate_of(plan: Plan) -> Candidate:
     """The candidate that a Plan file describes."""
-    groups = tuple(
-        Group(
-            tuple((place.dc, place.stages) for place in group.placement),
-            group.layers_per_stage,
-            group.cells,
-            group.pipelines_per_cell,
-            group.num_microbatches,
-        )
-        for group in plan.groups
-    )
+    groups = tuple(map(Group.placed, plan.groups))
     return Candidate(plan.job.tp, plan.job.microbatch, groups, plan.schedule.sharing, plan.schedule.tcp)
 
 

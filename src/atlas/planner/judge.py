@@ -131,7 +131,20 @@ def judged_groups(
     parts_s = _parts(slowest, float(start_s[k][last]))
     parts_s["sync"] = float(played[k].closing_s[0, last] + between_s[k][last])
     parts_s["step"] = float(played[k].closing_s[1, last])
-    return Judged(candidate, _figures(space, cluster, candidate, float(ends[k][last]), parts_s, played))
+    programs = [(group.job, group.timeline.program, group.arrangement) for group in played]
+    needs = [need for job, program, found in programs for need in peak_memory(job, program, arrangement=found)]
+    worker, need = min(needs, key=lambda one: one[0].cap - one[1])
+    figures = figures_of(
+        space,
+        cluster,
+        candidate,
+        played[0].arrangement.model.gradient_bytes,
+        iteration_s=float(ends[k][last]),
+        parts_s=parts_s,
+        peak_gib=need / GIB,
+        memory_gib=worker.cap / GIB,
+    )
+    return Judged(candidate, figures)
 
 
 def timed(judged: Judged, iteration_s: float) -> Judged:
@@ -248,25 +261,20 @@ def _parts(played: SimulatedGroup, until_s: float) -> dict[str, float]:
     return {part: spent * until_s / max(sum(parts.values()), 1e-12) for part, spent in parts.items()}
 
 
-def _figures(
+def figures_of(
     space: Space,
     cluster: ClusterArrays,
     candidate: Candidate,
+    piece_bytes: Floats,
+    *,
     iteration_s: float,
     parts_s: dict[str, float],
-    played: Sequence[SimulatedGroup],
+    peak_gib: float,
+    memory_gib: float,
 ) -> Figures:
-    price_s = dict(zip(cluster.names, cluster.usd_per_gpu_s.tolist(), strict=True))
-    rent = iteration_s * sum(gpus * price_s[name] for name, gpus in candidate.gpus.items())
-    piece_bytes = played[0].arrangement.model.gradient_bytes
+    """With dollars and traffic added. `piece_bytes`: the gradient of each piece of the model."""
+    rent = iteration_s * rent_usd_per_s(cluster, candidate)
     egress, link_bytes = wan_traffic(space, cluster, piece_bytes, candidate)
-    tightest = [
-        min(
-            peak_memory(group.job, group.timeline.program, arrangement=group.arrangement), key=lambda f: f[0].cap - f[1]
-        )
-        for group in played
-    ]
-    worker, need = min(tightest, key=lambda found: found[0].cap - found[1])
     return Figures(
         iteration_s=iteration_s,
         tokens_per_s=space.tokens / iteration_s,
@@ -278,9 +286,14 @@ def _figures(
         tokens=space.tokens,
         parts_s=parts_s,
         link_bytes=link_bytes,
-        peak_gib=need / GIB,
-        memory_gib=worker.cap / GIB,
+        peak_gib=peak_gib,
+        memory_gib=memory_gib,
     )
+
+
+def rent_usd_per_s(cluster: ClusterArrays, candidate: Candidate) -> float:
+    """Of all GPUs that a candidate uses."""
+    return sum(gpus * float(cluster.usd_per_gpu_s[cluster.index[name]]) for name, gpus in candidate.gpus.items())
 
 
 def wan_traffic(
@@ -288,7 +301,7 @@ def wan_traffic(
 ) -> tuple[float, dict[tuple[str, str], float]]:
     """(dollars, bytes by direction between two datacenters) of one iteration: activations and gradients of every
     microbatch, the sum between groups, and the two ends of a tied embedding."""
-    at = {name: i for i, name in enumerate(cluster.names)}
+    at = cluster.index
     usd, sent = meeting_usd(cluster, piece_bytes, candidate)
     model, job = space.job.model, space.job
     activation = candidate.microbatch * model.seq_len * model.hidden * job.element_bytes

@@ -26,7 +26,7 @@ from atlas.spec import Job
 
 def ring(cluster: ClusterArrays, groups: tuple[Group, ...]) -> tuple[Group, ...]:
     """The groups in the order in which they pass sums on: from each to the nearest that is left, by stage 0."""
-    at = {name: i for i, name in enumerate(cluster.names)}
+    at = cluster.index
     left, tour = list(groups[1:]), [groups[0]]
     while left:
         here = at[tour[-1].places[0][0]]
@@ -216,14 +216,8 @@ def group_lanes(jobs: Sequence[Job], tcp: str, slower: int = 1) -> GroupLanes:
 
 def candidate_of_jobs(jobs: Sequence[Job], tcp: str) -> Candidate:
     """The candidate that the groups of a plan are."""
-    groups = []
-    for job in jobs:
-        assert job.placement is not None, "a plan has one"
-        assert job.layers_per_stage is not None, "a plan has them"
-        places = tuple((place.dc, place.stages) for place in job.placement)
-        pipelines = job.pipelines_per_cell or 1
-        groups.append(Group(places, job.layers_per_stage, job.cells, pipelines, job.num_microbatches))
-    return Candidate(jobs[0].tp, jobs[0].microbatch, tuple(groups), tcp="one" if tcp == "one" else "many")
+    groups = tuple(map(Group.placed, jobs))
+    return Candidate(jobs[0].tp, jobs[0].microbatch, groups, tcp="one" if tcp == "one" else "many")
 
 
 def meeting_usd(

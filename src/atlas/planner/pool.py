@@ -34,6 +34,9 @@ WORSE = 1.1
 """If a larger microbatch has a floor higher by this factor, larger ones are not tried."""
 
 Tick = Callable[[str, int, int], None]
+"""Called with (what is being done, number done, number in all; 0 if unknown)."""
+Variant = tuple[Shape, int, int]
+"""Shape, replicas, pipelines per cell."""
 
 
 @dataclass(frozen=True)
@@ -229,17 +232,17 @@ def _first(score: Floats, count: int) -> Ints:
     return near[np.argsort(score[near], kind="stable")][:count]
 
 
+def group_of(cluster: ClusterArrays, variant: Variant, layers: tuple[int, ...], num_microbatches: int) -> Group:
+    shape, replicas, cell = variant
+    places = tuple((cluster.names[i], stages) for i, stages in shape)
+    return Group(places, layers, replicas // cell, cell, num_microbatches)
+
+
 def entry_of(
     space: Space, cluster: ClusterArrays, batch: Batch, found: Estimate, v: int, score: float, floor: float
 ) -> EstimatedCandidate:
     shape, cell = batch.shapes[int(batch.shape[v])], int(batch.cell[v])
-    group = Group(
-        places=tuple((cluster.names[i], stages) for i, stages in shape),
-        layers_per_stage=found.layers_of(v),
-        cells=int(batch.replicas[v]) // cell,
-        pipelines_per_cell=cell,
-        num_microbatches=int(found.num_microbatches[v]),
-    )
+    group = group_of(cluster, (shape, int(batch.replicas[v]), cell), found.layers_of(v), int(found.num_microbatches[v]))
     candidate = Candidate(
         tp=batch.tp,
         microbatch=batch.microbatch,

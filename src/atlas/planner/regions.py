@@ -17,13 +17,13 @@ from itertools import combinations, islice, pairwise, permutations, product
 import numpy as np
 
 from atlas.cost.cluster_arrays import ClusterArrays, all_nodes_bps
-from atlas.planner.candidate import Candidate, Group
+from atlas.planner.candidate import Candidate
 from atlas.planner.estimate import Batch, Estimate, estimate
 from atlas.planner.judge import wan_traffic
 from atlas.planner.meet import meeting_s, ring
 from atlas.planner.objective import Objective
-from atlas.planner.pool import SLACK, EstimatedCandidate, Frame, Tick, depths, floor_score
-from atlas.planner.shapes import FEW_DCS, Shape, compositions
+from atlas.planner.pool import SLACK, EstimatedCandidate, Frame, Tick, Variant, depths, floor_score, group_of
+from atlas.planner.shapes import FEW_DCS, compositions
 from atlas.planner.space import Space
 
 MAX_TOURS = 6
@@ -35,10 +35,6 @@ MOST_LINES = 3_000
 """Limits of the complete search on few datacenters: datacenters, replicas, combinations."""
 KEEP = 40
 """Candidates that are priced in full; ten times as many where only this kind of plan is asked for."""
-
-RegionGroup = tuple[Shape, int, int]
-"""Shape, replicas, pipelines per cell."""
-
 
 Lanes = list[list[tuple[float, float]]]
 """[i][j]: bits a second that all nodes of two datacenters get together, 0 without a path; and the latency."""
@@ -59,7 +55,7 @@ class _EstimatedGroups:
     frame: Frame
     batch: Batch
     found: Estimate
-    at: dict[RegionGroup, int]
+    at: dict[Variant, int]
     lanes: Lanes
     by_floor: bool
     """Whether plans are compared under searched orders, which come close to their floors."""
@@ -91,7 +87,7 @@ def several_groups(
     distributed for searched orders."""
     if cluster.num_dcs == 1 or space.num_cells is not None:
         return [], 0
-    quick: list[tuple[float, int, _EstimatedGroups, tuple[RegionGroup, ...]]] = []
+    quick: list[tuple[float, int, _EstimatedGroups, tuple[Variant, ...]]] = []
     lanes = _lanes(space, cluster)
     for k, frame in enumerate(worth):
         if tick is not None:
@@ -100,7 +96,7 @@ def several_groups(
             estimated, lines = _estimate_groups(space, cluster, frame, depth, lanes, by_floor)
             if estimated is None:
                 continue
-            unique: dict[frozenset[RegionGroup], tuple[float, tuple[RegionGroup, ...]]] = {}
+            unique: dict[frozenset[Variant], tuple[float, tuple[Variant, ...]]] = {}
             for score, line in sorted(_rough(space, cluster, objective, estimated, lines), key=lambda q: -q[0]):
                 # The same groups in another order are the same candidate: the ring goes by distance.
                 unique[frozenset(line)] = (score, line)
@@ -112,10 +108,10 @@ def several_groups(
 
 def _estimate_groups(
     space: Space, cluster: ClusterArrays, frame: Frame, depth: int, lanes: Lanes, by_floor: bool
-) -> tuple[_EstimatedGroups | None, list[tuple[RegionGroup, ...]]]:
-    workers = [n if space.can_use(name) else 0 for n, name in zip(_room(frame), cluster.names, strict=True)]
+) -> tuple[_EstimatedGroups | None, list[tuple[Variant, ...]]]:
+    workers = tuple(n if space.can_use(name) else 0 for n, name in zip(_room(frame), cluster.names, strict=True))
     lines = dict.fromkeys(
-        tuple(consecutive_groups(cluster, workers, tour, depth, replicas))
+        consecutive_groups(cluster, workers, tour, depth, replicas)
         for tour in tours(cluster, frame)
         for replicas in _levels(space, frame, depth)
     )
@@ -133,11 +129,11 @@ def _estimate_groups(
 
 
 def _every_line(
-    space: Space, cluster: ClusterArrays, workers: list[int], depth: int
-) -> Iterator[tuple[RegionGroup, ...]]:
+    space: Space, cluster: ClusterArrays, workers: Sequence[int], depth: int
+) -> Iterator[tuple[Variant, ...]]:
     """On few datacenters: groups of all sizes, also smaller than there is room for, in all combinations, up to
     `MOST_LINES`."""
-    by_dcs: dict[frozenset[int], list[RegionGroup]] = {}
+    by_dcs: dict[frozenset[int], list[Variant]] = {}
     usable = [i for i, n in enumerate(workers) if n]
     for size in range(1, min(len(usable), depth) + 1):
         for order in permutations(usable, size):
@@ -153,7 +149,7 @@ def _every_line(
     yield from islice(lines, MOST_LINES)
 
 
-def _groups_of(space: Space, workers: list[int], order: tuple[int, ...], depth: int) -> Iterator[RegionGroup]:
+def _groups_of(space: Space, workers: Sequence[int], order: tuple[int, ...], depth: int) -> Iterator[Variant]:
     most = max(workers[i] for i in order)
     counts = range(1, most + 1) if most <= FEW_REPLICAS else sorted({most >> k for k in range(4)})
     for replicas in counts:
@@ -184,12 +180,13 @@ def _room(frame: Frame) -> list[int]:
     return list(np.where(frame.usable, frame.shapes.workers, 0).tolist())
 
 
+@lru_cache(maxsize=20_000)  # microbatch sizes have the same groups
 def consecutive_groups(
-    cluster: ClusterArrays, workers: list[int], tour: Sequence[int], depth: int, replicas: int
-) -> list[RegionGroup]:
+    cluster: ClusterArrays, workers: tuple[int, ...], tour: tuple[int, ...], depth: int, replicas: int
+) -> tuple[Variant, ...]:
     """Groups along a tour: consecutive datacenters, as few as have room for `replicas` pipelines (0: for one pipeline;
     then the group has as many as fit)."""
-    found: list[RegionGroup] = []
+    found: list[Variant] = []
     waiting: list[int] = []
     held = 0
     for i in tour:
@@ -203,10 +200,10 @@ def consecutive_groups(
         if held >= depth:
             found.append(_joined(workers, waiting, depth, replicas))
             waiting, held = [], 0
-    return found
+    return tuple(found)
 
 
-def _joined(workers: list[int], chain: list[int], depth: int, replicas: int) -> RegionGroup:
+def _joined(workers: Sequence[int], chain: list[int], depth: int, replicas: int) -> Variant:
     """A group in these datacenters, with as many replicas as fit, and the largest cell that divides the replicas."""
     if len(chain) == 1:
         return ((chain[0], depth),), workers[chain[0]] // depth, 1
@@ -236,11 +233,11 @@ def _rough(
     cluster: ClusterArrays,
     objective: Objective,
     estimated: _EstimatedGroups,
-    lines: Sequence[tuple[RegionGroup, ...]],
-) -> list[tuple[float, tuple[RegionGroup, ...]]]:
+    lines: Sequence[tuple[Variant, ...]],
+) -> list[tuple[float, tuple[Variant, ...]]]:
     """A rough score of the first 2, 3, ... groups of each line."""
     lines = [tuple(group for group in line if estimated.found.fits[estimated.at[group]]) for line in lines]
-    rough = [(line[:count], s, usd) for line in lines for count, s, usd in _prefixes(space, cluster, estimated, line)]
+    rough = [(line[:count], s, usd) for line in lines for count, s, usd in _prefixes(space, estimated, line)]
     rough = [one for one in rough if space.uses_kept(cluster.names[i] for shape, _, _ in one[0] for i, _ in shape)]
     if not rough:
         return []
@@ -249,9 +246,7 @@ def _rough(
     return [(score, line) for score, (line, _, _) in zip(scores.tolist(), rough, strict=True)]
 
 
-def _prefixes(
-    space: Space, cluster: ClusterArrays, estimated: _EstimatedGroups, line: Sequence[RegionGroup]
-) -> Iterator[tuple[int, float, float]]:
+def _prefixes(space: Space, estimated: _EstimatedGroups, line: Sequence[Variant]) -> Iterator[tuple[int, float, float]]:
     """(number of groups, seconds, dollars). The groups finish together; then their gradients pass the slowest lane."""
     slots, depth = space.slots(estimated.frame.microbatch), estimated.batch.depth
     total = float(estimated.frame.model.gradient_bytes.sum()) * 8 / depth
@@ -293,7 +288,7 @@ def deal(slots: int, replicas: Sequence[int], fill_s: Sequence[float], period_s:
 
 
 def entry_of(
-    space: Space, cluster: ClusterArrays, objective: Objective, estimated: _EstimatedGroups, line: Sequence[RegionGroup]
+    space: Space, cluster: ClusterArrays, objective: Objective, estimated: _EstimatedGroups, line: Sequence[Variant]
 ) -> EstimatedCandidate | None:
     """The candidate with these groups. The sum between groups is priced as in `judge`."""
     frame, found = estimated.frame, estimated.found
@@ -302,17 +297,8 @@ def entry_of(
     counts = deal(space.slots(frame.microbatch), [replicas for _, replicas, _ in line], fill, period)
     if counts is None:
         return None
-    groups = tuple(
-        Group(
-            tuple((cluster.names[i], stages) for i, stages in shape),
-            found.layers_of(v),
-            replicas // cell,
-            cell,
-            count,
-        )
-        for (shape, replicas, cell), v, count in zip(line, members, counts, strict=True)
-    )
-    groups = ring(cluster, groups)
+    parts = zip(line, members, counts, strict=True)
+    groups = ring(cluster, tuple(group_of(cluster, group, found.layers_of(v), count) for group, v, count in parts))
     sharing = any(group.pipelines_per_cell > 1 for group in groups)
     candidate = Candidate(frame.tp, frame.microbatch, groups, sharing, space.tcp)
     between = meeting_s(cluster, frame.model.gradient_bytes, candidate)

@@ -194,7 +194,7 @@ def _nodes(cluster: ClusterArrays, candidate: Candidate, i: int) -> int:
 
 def links(cluster: ClusterArrays, candidate: Candidate, figures: Figures) -> list[dict[str, Any]]:
     """Every pair of datacenters that exchanges something, with how busy the busier direction is."""
-    at = {name: i for i, name in enumerate(cluster.names)}
+    at = cluster.index
     hops = [(a, b) for group in candidate.groups for (a, _), (b, _) in pairwise(group.places)]
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for (a, b), sent in figures.link_bytes.items():

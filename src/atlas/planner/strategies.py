@@ -18,7 +18,6 @@ from statistics import median
 import numpy as np
 
 from atlas.cost.arrange import arrange
-from atlas.cost.cluster_arrays import ClusterArrays
 from atlas.errors import AtlasError, InfeasibleError
 from atlas.planner.candidate import Candidate, kind_of
 from atlas.planner.estimate import Batch, estimate
@@ -230,7 +229,7 @@ def _frame_and_shape(search: Search, candidate: Candidate) -> tuple[Frame, Shape
     """Of a candidate with one group."""
     every = frames(search.space, search.cluster)
     frame = next(f for f in every if (f.tp, f.microbatch) == (candidate.tp, candidate.microbatch))
-    at = {name: i for i, name in enumerate(search.cluster.names)}
+    at = search.cluster.index
     return frame, tuple((at[name], stages) for name, stages in candidate.groups[0].places)
 
 
@@ -296,7 +295,7 @@ def _algorithm1_entries(search: Search) -> list[EstimatedCandidate]:
     rows: list[tuple[int, int, int]] = []
     largest = np.argsort(-frame.shapes.workers, kind="stable").tolist()
     for cells in range(1, space.slots(job.microbatch) // pipelines + 1):
-        shape = _largest_first(cluster, frame, largest, job.pp, cells * pipelines)
+        shape = _largest_first(frame, largest, job.pp, cells * pipelines)
         if shape is None:
             break
         kept = space.uses_kept(cluster.names[i] for i, _ in shape)
@@ -308,9 +307,7 @@ def _algorithm1_entries(search: Search) -> list[EstimatedCandidate]:
     return _entries(fastest, frame, job.pp, shapes, rows)
 
 
-def _largest_first(
-    cluster: ClusterArrays, frame: Frame, largest: Iterable[int], depth: int, replicas: int
-) -> Shape | None:
+def _largest_first(frame: Frame, largest: Iterable[int], depth: int, replicas: int) -> Shape | None:
     shape: list[tuple[int, int]] = []
     left = depth
     for i in largest:

@@ -11,7 +11,6 @@ for the changed job. Prints nothing and draws nothing.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,6 +26,7 @@ from atlas.planner.candidate import Candidate, Group
 from atlas.planner.change import Sweep, changed
 from atlas.planner.files import candidate_of, space_of_plan
 from atlas.planner.judge import Judged, judge, timed
+from atlas.planner.pool import Tick
 from atlas.planner.run import make_plan
 from atlas.planner.space import space_of
 from atlas.planner.whole import Whole, simulate_whole
@@ -34,9 +34,6 @@ from atlas.sim.lower import SeededNoise, Tables, noisy, stretched
 from atlas.sim.weather import Tail, WeatherRuns
 from atlas.spec import Job, override
 from atlas.spec.plan import Plan, PlanSchedule
-
-Tick = Callable[[str, int, int], None]
-
 
 MORE, LESS = 1.1, 0.9
 """Factors on a resource, and on latency, whose effect the bottleneck table shows: a tenth better."""
@@ -126,10 +123,9 @@ class Asked:
     def _arranged(self, job: Job, exact: bool) -> Judged:
         """The job as its file has it, one stage a worker, taking turns where that is faster."""
         job, found = restaged(job, 1)
-        places = tuple((name, len(list(run))) for name, run in itertools.groupby(found.rank_dc))
-        group = Group(places, found.layers_per_stage, job.cells, found.num_pipelines, job.num_microbatches)
+        group = Group.arranged(job, found)
         space = space_of(job, global_batch=group.replicas * job.num_microbatches * job.microbatch)
-        turns = [True, False] if found.num_pipelines > 1 and len(places) > 1 else [False]
+        turns = [True, False] if found.num_pipelines > 1 and group.num_hops else [False]
         cluster = cluster_arrays(job)
         every = [
             judge(space, cluster, Candidate(job.tp, job.microbatch, (group,), sharing), exact=exact)
