@@ -58,7 +58,7 @@ def test_what_is_extrapolated_is_what_a_full_simulation_finds(
 def test_a_long_1f1b_needs_few_microbatches():
     costs = costs_of(2, 4, 2, wan_ns=40, wan_latency_ns=30, sharing=True)
     found = extrapolated(lambda m: one_f_one_b(Layout.even(2, 4, m, 2)), costs, 10_000)
-    assert found.simulated_microbatches < 100
+    assert found.timeline.program.num_microbatches < 100
     assert found.makespan_ns > 10_000 * 34
 
 
@@ -66,13 +66,19 @@ def test_a_link_that_varies_over_time_is_simulated_in_full():
     costs = costs_of(1, 2, 2, wan_ns=40)
     trace = Trace((0, 500), (1.0, 0.5), (0, 0))
     costs = replace(costs, links=tuple(replace(link, trace=trace) for link in costs.links))
-    assert extrapolated(lambda m: one_f_one_b(Layout.even(1, 2, m, 2)), costs, 300).simulated_microbatches == 300
+    assert (
+        extrapolated(lambda m: one_f_one_b(Layout.even(1, 2, m, 2)), costs, 300).timeline.program.num_microbatches
+        == 300
+    )
 
 
 @pytest.mark.parametrize("num_mb", [1, 2, 30])
 def test_few_microbatches_are_simulated_in_full(num_mb: int):
     costs = costs_of(1, 4, 2, wan_ns=40)
-    assert extrapolated(lambda m: one_f_one_b(Layout.even(1, 4, m, 2)), costs, num_mb).simulated_microbatches == num_mb
+    assert (
+        extrapolated(lambda m: one_f_one_b(Layout.even(1, 4, m, 2)), costs, num_mb).timeline.program.num_microbatches
+        == num_mb
+    )
 
 
 def test_what_is_too_long_to_be_simulated_in_full_is_not():

@@ -11,7 +11,6 @@ from __future__ import annotations
 import numpy as np
 
 from atlas.cost.table import PRIVATE
-from atlas.errors import ProgramError
 from atlas.ir.program import Ints
 from atlas.sim.gate_rows import (
     G_END,
@@ -30,7 +29,7 @@ from atlas.sim.gate_rows import (
     settle,
 )
 from atlas.sim.jit import entry, njit
-from atlas.sim.lower import NONE, UNKNOWN, Events, Tables
+from atlas.sim.lower import NONE, UNKNOWN, Events, Tables, require_all_done
 from atlas.sim.network import (
     DELIVERED,
     LINK_SHIFT,
@@ -295,11 +294,6 @@ def run(tables: Tables) -> Events:
     _pass_time(
         ops, op_time, transfers, times, workers, t.group_ptr, t.group_ops, assembled, able, links, *rest
     )  # fmt: skip
-    if (stuck := np.flatnonzero(workers[:, W_NEXT] != workers[:, W_LAST])).size:
-        raise ProgramError(
-            f"the Program deadlocks: {stuck.size} workers never finish, the first of them worker {stuck[0]} "
-            f"at its op {workers[stuck[0], W_NEXT] - t.worker_ptr[stuck[0]]}; "
-            "`atlas.ir.assemble.check` names the cycle"
-        )
+    require_all_done(workers[:, W_NEXT], t)
     ready, begun, sent, arrive = times.T
     return Events(op_time[:, OP_START], op_time[:, OP_END], ready, begun, sent, arrive, gates[:, [G_START, G_END]])

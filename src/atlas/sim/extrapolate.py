@@ -34,10 +34,6 @@ class Extrapolated:
     def makespan_ns(self) -> int:
         return self.timeline.makespan_ns + self.later_ns
 
-    @property
-    def simulated_microbatches(self) -> int:
-        return self.timeline.program.num_microbatches
-
 
 def extrapolate(
     build: Callable[[int], Program], costs: Costs, num_microbatches: int, *, in_full: int | None = None

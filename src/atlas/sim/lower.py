@@ -74,6 +74,17 @@ class Events(NamedTuple):
     """[gate, 2]: start and end of each reconfiguration."""
 
 
+def require_all_done(next_op: Ints, tables: Tables) -> None:
+    """After a run, from each worker's next op: an error if a worker has not reached the end of its list."""
+    stuck = np.flatnonzero(next_op != tables.worker_ptr[1:])
+    if stuck.size:
+        first = int(stuck[0])
+        raise ProgramError(
+            f"the Program deadlocks: {stuck.size} workers never finish, the first of them worker {first} "
+            f"at its op {next_op[first] - tables.worker_ptr[first]}; `atlas.ir.assemble.check` names the cycle"
+        )
+
+
 class Pace:
     """A link's rate over time: how long work takes, how much is done, what latency holds."""
 

@@ -25,12 +25,12 @@ from typing import Any
 import numpy as np
 
 from atlas.cost.table import FAIR, PRIVATE, TURNS, Costs, kind_costs, uniform_costs
-from atlas.errors import AtlasError, ProgramError
+from atlas.errors import AtlasError
 from atlas.ir.assemble import assemble
 from atlas.ir.program import Kind, Layout, Op, Program, before
 from atlas.ir.timeline import Timeline
 from atlas.sim.gates import GateKeeper
-from atlas.sim.lower import LINK, NONE, OFFER, OP, UNKNOWN, Events, Pace, SeededNoise, Tables, lower
+from atlas.sim.lower import LINK, NONE, OFFER, OP, UNKNOWN, Events, Pace, SeededNoise, Tables, lower, require_all_done
 from atlas.sim.phases import fabric_rows
 
 MAX_TOTAL_NS = 9e18
@@ -171,7 +171,7 @@ class Engine:
                 self.link_of[self.channel[which]].offer(which, now)
             else:
                 self.links[which].wake(version, now)
-        self._require_all_done()
+        require_all_done(np.array(self.next_op), self.tables)
         times = (self.op_start, self.op_end, self.ready_ns, self.start_ns, self.sent_ns, self.arrive_ns)
         op_start, op_end, ready, start, sent, arrive = (np.array(each, np.int64) for each in times)
         gate_ns = np.zeros((0, 2), np.int64) if self.gates is None else self.gates.table()
@@ -237,15 +237,6 @@ class Engine:
             else:
                 self.link_of[self.channel[transfer]].offer(transfer, now)
         self._advance(worker, now)
-
-    def _require_all_done(self) -> None:
-        stuck = [w for w, op in enumerate(self.next_op) if op != self.last_op[w]]
-        if stuck:
-            raise ProgramError(
-                f"the Program deadlocks: {len(stuck)} workers never finish, the first of them worker {stuck[0]} "
-                f"at its op {self.next_op[stuck[0]] - int(self.tables.worker_ptr[stuck[0]])}; "
-                "`atlas.ir.assemble.check` names the cycle"
-            )
 
 
 # ---- the links ---------------------------------------------------------------------------------------------
