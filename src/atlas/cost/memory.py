@@ -169,7 +169,7 @@ def memory_rule(job: Job, arrangement: Arrangement | None = None) -> Memory:
     """
     arrangement = arrangement or arrange(job)
     workers = worker_memory(job, arrangement)
-    _require_room(job, arrangement, workers, job.recompute)
+    _require_room(job, arrangement, workers)
     rows = [(worker.free, *worker.per_microbatch(job.recompute)) for worker in workers]
     rule = in_flight(*(np.array([column], np.float64) for column in zip(*rows, strict=True)))
     forward, again = int(rule.forward[0]), int(rule.recompute[0])
@@ -206,10 +206,10 @@ def peak_memory(
     return tuple((w, w.static + int(needs[rank == r].max(initial=0))) for r, w in enumerate(workers))
 
 
-def _require_room(job: Job, arrangement: Arrangement, workers: tuple[WorkerMemory, ...], recompute: bool) -> None:
+def _require_room(job: Job, arrangement: Arrangement, workers: tuple[WorkerMemory, ...]) -> None:
     """Static bytes and one microbatch, on every worker."""
     for rank, worker in enumerate(workers):
-        need = worker.static + sum(worker.per_microbatch(recompute))
+        need = worker.static + sum(worker.per_microbatch(job.recompute))
         if need > worker.cap:
             parts = (
                 f"weights {worker.weights / GIB:.1f}, gradients {worker.gradients / GIB:.1f}, "
@@ -223,13 +223,13 @@ def _require_room(job: Job, arrangement: Arrangement, workers: tuple[WorkerMemor
                 value=round(worker.cap / GIB, 1),
                 rule=f"worker {rank} of each pipeline ({arrangement.rank_dc[rank]}) needs {need / GIB:.1f} GiB per GPU "
                 f"of {worker.cap / GIB:.1f} ({parts})",
-                remedy=_remedy(job, recompute),
+                remedy=_remedy(job),
             )
 
 
-def _remedy(job: Job, recompute: bool) -> str:
+def _remedy(job: Job) -> str:
     """The cheapest thing to change."""
-    if not recompute:
+    if not job.recompute:
         return "Set recompute: true"
     if job.reserved_gib > 0:
         return "Lower reserved_gib"

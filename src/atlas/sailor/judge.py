@@ -11,6 +11,7 @@ It leaves out latency, overlap of transfers with compute, and that links are sha
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -107,13 +108,8 @@ def _send_s(inputs: Inputs, a: Replica, b: Replica, num_bytes: int, clamps: dict
     key = (a, b, num_bytes)
     if key not in inputs.memo:
         fit = inputs.network.fit(a.end, a.sending_gpus, b.end, b.sending_gpus)
-        noted: dict[str, None] = {}
-        _note_clamp(fit, a, b, num_bytes, noted)
-        inputs.memo[key] = float(fit.seconds(num_bytes)), tuple(noted)
-    seconds, notes = inputs.memo[key]
-    if notes:
-        clamps.update(dict.fromkeys(notes))
-    return seconds
+        inputs.memo[key] = float(fit.seconds(num_bytes)), _clamp_notes(fit, a, b, [num_bytes])
+    return _noted(inputs, key, clamps)
 
 
 def stage_sync_s(inputs: Inputs, plan: SailorPlan, stage: int, clamps: dict[str, None] | None = None) -> float:
@@ -134,10 +130,14 @@ def _ring_s(
     key = (a, b, stage_bytes, num_replicas)
     if key not in inputs.memo:
         fit = inputs.network.fit(a.end, 1, b.end, 1)
-        noted: dict[str, None] = {}
-        for bucket in {min(BUCKET_BYTES, stage_bytes), stage_bytes % BUCKET_BYTES}:
-            _note_clamp(fit, a, b, bucket / num_replicas, noted)
-        inputs.memo[key] = float(all_reduce_s(fit, stage_bytes, num_replicas)), tuple(noted)
+        buckets = {min(BUCKET_BYTES, stage_bytes), stage_bytes % BUCKET_BYTES}
+        notes = _clamp_notes(fit, a, b, [bucket / num_replicas for bucket in buckets])
+        inputs.memo[key] = float(all_reduce_s(fit, stage_bytes, num_replicas)), notes
+    return _noted(inputs, key, clamps)
+
+
+def _noted(inputs: Inputs, key: tuple[object, ...], clamps: dict[str, None]) -> float:
+    """The seconds of a transfer or a ring; what was clamped for it is added to `clamps`."""
     seconds, notes = inputs.memo[key]
     if notes:
         clamps.update(dict.fromkeys(notes))
@@ -151,9 +151,10 @@ def all_reduce_s(fit: Fit, stage_bytes: Any, num_replicas: Any) -> Any:
     return 2 * (num_replicas - 1) * (buckets_s + fit.seconds(rest / num_replicas))
 
 
-def _note_clamp(fit: Fit, a: Replica, b: Replica, num_bytes: float, clamps: dict[str, None]) -> None:
-    if fit.clamped(num_bytes):
-        clamps[
-            f"{a.zone}/{a.gpu} to {b.zone}/{b.gpu}: the fitted bandwidth for {num_bytes / 1e6:.3g} MB is "
-            f"{fit.raw_gb_per_s(num_bytes):.3g} GB/s; clamped to {fit.floor_gb_per_s:.3g} GB/s (1 % of its most)"
-        ] = None
+def _clamp_notes(fit: Fit, a: Replica, b: Replica, sizes: Sequence[float]) -> tuple[str, ...]:
+    return tuple(
+        f"{a.zone}/{a.gpu} to {b.zone}/{b.gpu}: the fitted bandwidth for {num_bytes / 1e6:.3g} MB is "
+        f"{fit.raw_gb_per_s(num_bytes):.3g} GB/s; clamped to {fit.floor_gb_per_s:.3g} GB/s (1 % of its most)"
+        for num_bytes in sizes
+        if fit.clamped(num_bytes)
+    )

@@ -327,9 +327,6 @@ class _Rings:
     inverse: Ints
     """The key of each outline."""
 
-    def take(self, index: Ints) -> _Rings:
-        return _Rings(self.table, self.inverse[index])
-
     @property
     def least_s(self) -> Floats:
         """Over the best pair."""
