@@ -209,34 +209,29 @@ class Dispatcher:
         run.expected_ns = delivered_ns
         run.parcel.expected_s = delivered_ns / SECOND + run.prompt.kept_s
 
-    def _again(self, run: _PrefillRun, why: str, *, is_loss: bool = False) -> None:
-        """Restarts it as soon as there is a lane; hands it back after too many failures."""
+    def _again(self, run: _PrefillRun, why: str, *, is_loss: bool = False, elsewhere: bool = False) -> None:
+        """Restarts it as soon as there is a lane; hands it back after too many failures. `elsewhere`: on another lane,
+        and this is not a failure."""
         if run.future.done():
             return
         now_ns = time.monotonic_ns()
         log.info("prefill %d, attempt %d, is restarted: %s", run.job, run.attempt, why)
         self._recall(run)
         run.since_ns = now_ns
-        if not is_loss or now_ns >= run.lost_ns + RESTART_NS:
+        if not elsewhere and (not is_loss or now_ns >= run.lost_ns + RESTART_NS):
             run.num_failures += 1
             run.lost_ns = now_ns if is_loss else run.lost_ns
         if run.num_failures >= MAX_FAILURES:
             self._hand_back(run, f"it failed {run.num_failures} times, the last time because {why}")
         else:
-            self.planner.again(run.request.id, now_ns)
+            self.planner.again(run.request.id, now_ns, elsewhere=elsewhere)
 
     def _is_stuck(self, run: _PrefillRun, now_ns: int, stuck_s: float) -> bool:
-        """Prefill is allowed, and there are other lanes."""
+        """Whether it moves to another lane: it is late and makes no progress, although prefill is allowed."""
         period_s = self.planner.forecast.period_ns / SECOND
         may_run = self.limit is None or self.limit.allowed > 0
         is_late = bool(run.sent) and run.expected_ns + LATE_NS < now_ns
         return is_late and may_run and self.planner.num_lanes > 1 and stuck_s > STUCK_S + STUCK_PERIODS * period_s
-
-    def _move(self, run: _PrefillRun) -> None:
-        log.info("prefill %d, attempt %d, moves to another lane: it made no progress", run.job, run.attempt)
-        self._recall(run)
-        run.since_ns = time.monotonic_ns()
-        self.planner.again(run.request.id, run.since_ns, elsewhere=True)
 
     def _hand_back(self, run: _PrefillRun, why: str) -> None:
         if not run.future.done():
@@ -393,7 +388,7 @@ class Dispatcher:
         elif run.sent and stuck_s > self.patience_s + 2 * self.planner.forecast.period_ns / SECOND:
             self._again(run, f"it made no progress in {stuck_s:.0f} s")
         elif self._is_stuck(run, now_ns, stuck_s):
-            self._move(run)
+            self._again(run, "it made no progress on this lane", elsewhere=True)
         elif run.sent and run.expected_ns + LATE_NS < now_ns:
             done = min(run.parcel.num_complete, run.request.prompt_tokens - 1)  # all but the logits
             self._follow(self.planner.late(run.request.id, done, now_ns))
