@@ -6,7 +6,8 @@ Knows slots and sums. A slot counts microbatches over all steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -81,11 +82,10 @@ class GradientSum:
     def input_done(self, slot: int) -> None:
         self._at_input.done(slot)
 
-    def add_products(self, slot: int, products: list[Product]) -> None:
-        """`weight_done` follows."""
-        self._at_weight.add(slot, lambda first: self._multiply(products, first))
-
-    def weight_done(self, slot: int) -> None:
+    def add_products(self, slot: int, units: Iterable[list[Product]]) -> None:
+        """All products of the weight half, unit by unit."""
+        for products in units:
+            self._at_weight.add(slot, partial(self._multiply, products))
         self._at_weight.done(slot)
 
     def _multiply(self, products: list[Product], first: bool) -> None:

@@ -134,9 +134,7 @@ class Stage:
 
     def backward(self, slot: int, gradient: Tensor | None) -> Tensor | None:
         """Both halves; the gradient of the input, where there is a stage before."""
-        for products in self._input_halves(slot, gradient):
-            self.gradients.add_products(slot, products)
-        self.gradients.weight_done(slot)
+        self.gradients.add_products(slot, self._input_halves(slot, gradient))
         return self._x_gradient
 
     def backward_input(self, slot: int, gradient: Tensor | None) -> Tensor | None:
@@ -145,9 +143,7 @@ class Stage:
         return self._x_gradient
 
     def backward_weight(self, slot: int) -> None:
-        for products in self._products.pop(slot):
-            self.gradients.add_products(slot, products)
-        self.gradients.weight_done(slot)
+        self.gradients.add_products(slot, self._products.pop(slot))
 
     # ---- gradients, after the last microbatch ----------------------------------------------------------------------
     def adopt(self) -> None:
