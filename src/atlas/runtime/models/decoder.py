@@ -26,8 +26,9 @@ from atlas.runtime.models.config import DecoderConfig, wrong
 from atlas.runtime.models.dropout import EMBEDDING, Draw, seed_of
 from atlas.runtime.models.linear import Linear, Tape
 from atlas.runtime.models.shards import memory_for, needs, put
+from atlas.runtime.models.sizes import TIED
 
-TIED_EMBEDDING, TIED_HEAD = "embedding.token.weight", "head.out.weight"
+TIED_EMBEDDING, TIED_HEAD = TIED
 """The two ends of one matrix, if the embeddings are tied."""
 DRAWN_AT_ONCE = 1 << 24
 """Initial weights from one generator; later runs of a matrix have generators of their own, so threads can share it."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from atlas.runtime.flat import local_part
 from atlas.runtime.models.block import DecoderLayer, Kv, KvSlab
 from atlas.runtime.models.decoder import Decoder, LayerRange
 
@@ -32,8 +33,7 @@ def _local_kv_heads(decoder: Decoder, index: int) -> int:
     layer = decoder.layers[str(index)]
     assert isinstance(layer, DecoderLayer)
     weight = layer.attention.k.weight
-    local: Tensor = weight.to_local() if hasattr(weight, "to_local") else weight
-    return local.shape[0] // decoder.config.head_width
+    return local_part(weight).shape[0] // decoder.config.head_width
 
 
 @torch.inference_mode()

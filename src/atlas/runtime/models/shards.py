@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from atlas.runtime.flat import local_part
+
 
 class Shard(NamedTuple):
     """This process's part: rows, or all rows of some columns."""
@@ -72,8 +74,7 @@ def needs(parameter: Tensor, first: int, last: int) -> bool:
 
 def put(parameter: Tensor, first: int, values: Tensor) -> None:
     """Set this process's part of consecutive values of the whole parameter, flattened, from `first` on."""
-    shard = shard_of(parameter)
-    local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    shard, local = shard_of(parameter), local_part(parameter)
     if shard is None:
         local.view(-1)[first : first + len(values)].copy_(values)
         return
