@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from atlas.ir.program import BACKWARDS, Kind, Op
+from atlas.ir.program import BACKWARDS, Kind
 from atlas.runtime.assignment import Assignment
 from atlas.runtime.checkpoint import LayerState, restore, share, states_of
 from atlas.runtime.collectives import GroupStore, torch_exchanges
@@ -101,8 +101,8 @@ class StageSet:
         take less than the activations of the layers that need not exist at once: never more than the planner counts."""
         program, config = self.role.program, self.task.config
         ops = [op for op in program.ops(self.role.worker) if op.stage == stage and op.kind <= Kind.W]
-        followed = {(op.microbatch, op.kind in BACKWARDS) for op in _after(ops, Kind.R)}
-        if not all((op.microbatch, True) in followed for op in ops if op.kind == Kind.R):
+        recomputes = [(op, then) for op, then in itertools.pairwise(ops) if op.kind == Kind.R]
+        if not all(then.kind in BACKWARDS and then.microbatch == op.microbatch for op, then in recomputes):
             return False
         held = itertools.accumulate((op.kind == Kind.F) - (op.kind in BACKWARDS) for op in ops)
         most = max(held, default=0)
@@ -251,8 +251,3 @@ class StageSet:
 
     def end(self) -> None:
         """No call follows."""
-
-
-def _after(ops: Sequence[Op], kind: Kind) -> list[Op]:
-    """The ops directly after those of a kind."""
-    return [then for op, then in itertools.pairwise(ops) if op.kind == kind]
