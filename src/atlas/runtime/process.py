@@ -164,18 +164,13 @@ def _work(assignment: Assignment, messages: TextIO, out: MessageWriter, follower
         }
         out.send({**record.to_json(skew_ns), **told})
 
-    def saved(id: SaveId) -> None:
-        out.send({"saved": [id.attempt, id.step]})
-
-    def copied(id: SaveId) -> None:
-        out.send({"copied": [id.attempt, id.step]})
-
     began_s = time.monotonic()
     filler, device = _filler(assignment), make_device(assignment.device)
     device_s = time.monotonic() - began_s
     device.on_failure(out.fail)
     worker = Worker(
-        assignment, device, followers=followers, filler=filler, on_step=on_step, on_saved=saved, on_copied=copied,
+        assignment, device, followers=followers, filler=filler, on_step=on_step,
+        on_saved=lambda id: out.send({"saved": id}), on_copied=lambda id: out.send({"copied": id}),
         circuits=WorkerCircuits.of(assignment, lambda news: out.send({"circuits": news})),
     )  # fmt: skip
     worker.stage_set.times.put_first("device", device_s)

@@ -177,20 +177,16 @@ class Worker:
     def _run_pass(self, number: int, start_ns: int) -> None:
         now = ProgramPass(number, self.next_step, start_ns, self.recorder.begin(self.next_step))
         self.next_step += self.program.num_iterations
-        self._look_ahead(now)
+        if self.ops and self.ops[0].stage > 0:  # it first waits for another worker
+            self._read_ahead(now.first_step)
         for index, op in enumerate(self.ops):
             self._dispatch[op.kind](op, index, now)
             self.transfers.raise_failed()
             self.recorder.flush()
         self._end_pass(now)
 
-    def _look_ahead(self, now: ProgramPass) -> None:
-        """A worker that first waits for another one reads the first iteration's data meanwhile."""
-        if self.ops and self.ops[0].stage > 0:
-            self._read_ahead(now.first_step)
-
     def _read_ahead(self, step: int) -> None:
-        """Read the data of a step of the run, while the device computes."""
+        """Read the data of a step of the run, while the device computes or waits."""
         if step <= self.last_step:
             first = step * self.program.num_microbatches
             for stage in self.stages.values():
