@@ -38,7 +38,7 @@ def ask_of(found: Any) -> Ask:
 
 
 def valued(value: Value) -> dict[str, Any]:
-    return {"seconds": value.seconds, "body": value.body.decode()}
+    return {"body": value.body.decode(), "seconds": value.seconds}
 
 
 def value_of(found: Any) -> Value:
