@@ -61,7 +61,7 @@ class ToolCall:
         if not isinstance(found, dict) or set(found) != {"arguments", *texts}:
             raise ArgumentsError("a call is an object with arguments, image, kind, name and version, and nothing else")
         if not all(isinstance(found[name], str) for name in texts):
-            raise ArgumentsError("image, kind, name and version of a call are texts")
+            raise ArgumentsError("image, kind, name and version of a call must be strings")
         return cls(found["name"], found["arguments"], found["version"], found["image"], found["kind"])
 
 
@@ -81,7 +81,7 @@ def canonical(value: Any, limit_bytes: int = MAX_CALL_BYTES) -> bytes:
     try:
         found = _ENCODER.encode(value).encode()
     except UnicodeEncodeError as error:
-        raise ArgumentsError(f"a text holds half of a surrogate pair ({error.reason}): give valid Unicode") from None
+        raise ArgumentsError(f"a string has half of a surrogate pair ({error.reason}): give valid Unicode") from None
     if len(found) > limit_bytes:
         raise ArgumentsError(f"{len(found):,} bytes of arguments: at most {limit_bytes:,} are cached. Pass a reference")
     return found
@@ -93,7 +93,7 @@ def require_json(value: Any, depth: int = 0) -> None:
         return
     if isinstance(value, float):
         if not math.isfinite(value):
-            raise ArgumentsError(f"{value!r} is not JSON: numbers must be finite. Pass a text or null instead")
+            raise ArgumentsError(f"{value!r} is not JSON: numbers must be finite. Pass a string or null instead")
         return
     if depth >= MAX_DEPTH:
         raise ArgumentsError(f"nested more than {MAX_DEPTH} deep: flatten the arguments")
@@ -103,11 +103,11 @@ def require_json(value: Any, depth: int = 0) -> None:
     elif isinstance(value, dict):
         for name, item in value.items():
             if not isinstance(name, str):
-                raise ArgumentsError(f"the key {name!r} of an object is not a text: JSON has only text keys")
+                raise ArgumentsError(f"the key {name!r} of an object is not a string: keys of JSON objects are strings")
             require_json(item, depth + 1)
     else:
         raise ArgumentsError(
-            f"{type(value).__name__} is not JSON: use objects, lists, texts, numbers, booleans or null"
+            f"{type(value).__name__} is not JSON: use objects, lists, strings, numbers, booleans or null"
         )
 
 

@@ -27,13 +27,13 @@ def ask_of(found: Any) -> Ask:
     """Inverse of `asked`; computes the key with the client's function."""
     task = field(found, "task", list)
     if len(task) != 2 or not all(isinstance(part, str) for part in task):
-        raise ArgumentsError("task is a list of a name and an image, both texts")
+        raise ArgumentsError("task must be a list of two strings: name and image")
     try:
         state = bytes.fromhex(field(found, "state", str))
     except ValueError:
         state = b""
     if len(state) != 32:
-        raise ArgumentsError("state is 64 hexadecimal digits")
+        raise ArgumentsError("state must be 64 hexadecimal digits")
     return Ask.of(Task(*task), state, ToolCall.from_json(field(found, "call", dict)), field(found, "mutates", bool))
 
 
@@ -54,5 +54,5 @@ def field(found: Any, name: str, kind: type) -> Any:
 def number(found: Any, name: str) -> float:
     given = found.get(name) if isinstance(found, dict) else None
     if isinstance(given, bool) or not isinstance(given, (int, float)) or not math.isfinite(given) or given < 0:
-        raise ArgumentsError(f"{name} is missing or is not a number from 0 up")
+        raise ArgumentsError(f"{name} is missing or is not a number of at least 0")
     return float(given)

@@ -142,7 +142,7 @@ class Snapshots:
             return
         except Exception as error:
             self.failures += 1
-            LOG.warning("tvcache: no snapshot of task %r (%s)", history.task.name, error)
+            LOG.warning("tvcache: could not make a snapshot of task %r (%s)", history.task.name, error)
             return
         self._keep(state, Snapshot(copy, history, length, size, self._clock(), rebuild_s))
 

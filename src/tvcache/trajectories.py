@@ -115,7 +115,7 @@ def _recorded(where: str, found: Any, oddities: Counter[str]) -> Step:
     seconds = found.get("seconds")
     if isinstance(seconds, (int, float)) and not isinstance(seconds, bool):
         if not 0 <= seconds < 1e9:
-            raise TrajectoryError(f"{where}: seconds {seconds!r} of {found['name']!r}: a number from 0 up")
+            raise TrajectoryError(f"{where}: seconds {seconds!r} of {found['name']!r}: must be a number of at least 0")
         step.seconds = float(seconds)
     return step
 

@@ -67,15 +67,15 @@ def require_body(text: str) -> bytes:
     """Check a body from the network or a file; raises ArgumentsError if it is invalid."""
     found = parse(text)
     if not isinstance(found, dict) or len(found) != 1 or not set(found) <= {"json", "bytes", "error"}:
-        raise ArgumentsError("a value is an object with one of json, bytes or error")
+        raise ArgumentsError("a value must be an object with one of json, bytes or error")
     if "bytes" in found:
         try:
             base64.b64decode(found["bytes"], validate=True)
         except (binascii.Error, TypeError, ValueError):
-            raise ArgumentsError("bytes of a value are base64 text") from None
+            raise ArgumentsError("bytes of a value must be base64 text") from None
     error = found.get("error", ["", []])
     if not (isinstance(error, list) and len(error) == 2 and isinstance(error[0], str) and isinstance(error[1], list)):
-        raise ArgumentsError("an error of a value is a name and a list of arguments")
+        raise ArgumentsError("an error of a value must be a name and a list of arguments")
     return text.encode()
 
 

@@ -176,7 +176,7 @@ def test_a_bad_set_names_itself(text: str, words: str) -> None:
         ("microbatch: 1", "microbatch: 1\nlayers_per_stage: [2, 2, 2, 1]", ["adds up to 7"]),
         ("microbatch: 1", "placement: [{dc: eats, stages: 4}]", ["placement[0].dc", "Did you mean 'east'?"]),
         ("microbatch: 1", "placement: [{dc: east, stages: 3}]", ["add up to 3, but pp is 4"]),
-        ("microbatch: 1", "placement: [{dc: east, stages: 2}, {dc: east, stages: 2}]", ["two entries in a row"]),
+        ("microbatch: 1", "placement: [{dc: east, stages: 2}, {dc: east, stages: 2}]", ["entry before names it too"]),
         ("microbatch: 1", "efficiency: 1.5", ["efficiency = 1.5"]),
         ("microbatch: 1", "jitter: {wan: 1000}", ["jitter.wan = 1000", "less than or equal to 3"]),
         ("microbatch: 1", "placement: []", ["should have at least 1 item, not 0"]),

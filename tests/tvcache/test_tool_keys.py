@@ -68,7 +68,7 @@ def _nested(depth: int) -> object:
         ({"x": object()}, "not JSON"),
         ({"x": b"bytes"}, "not JSON"),
         ({"x": (1, 2)}, "not JSON"),
-        ({1: "x"}, "not a text"),
+        ({1: "x"}, "not a string"),
         ({"x": "y" * 10_000_000}, "bytes of arguments"),
         (_nested(100_000), "deep"),
         ({"x": "\ud83d"}, "surrogate"),

@@ -111,7 +111,7 @@ def test_wrong_outputs_are_counted_by_tool(tmp_path: Path) -> None:
         ('[{"messages": []}]', "no task"),
         ('[{"task": "t"}]', "no list of messages"),
         ('[{"task": "t", "calls": [{"arguments": {}}]}]', "an object with a name"),
-        ('[{"task": "t", "calls": [{"name": "f", "seconds": -1}]}]', "from 0 up"),
+        ('[{"task": "t", "calls": [{"name": "f", "seconds": -1}]}]', "must be a number of at least 0"),
         ('[{"task": "t", "messages": [1]}]', "a message is an object"),
         ('[{"task": "t", "messages": [{"tool_calls": [{"id": "1"}]}]}]', "needs id and function"),
         ("[" * 100_000, "deep"),

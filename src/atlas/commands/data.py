@@ -24,7 +24,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     write.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to create")
     write.add_argument("--tokenizer", type=Path, metavar="FILE", help="a model's tokenizer.json (default: bytes)")
-    write.add_argument("--end", metavar="TOKEN", help="the token between documents (default: found by its usual names)")
+    write.add_argument("--end", metavar="TOKEN", help="the token between documents (default: the tokenizer's own)")
     write.add_argument(
         "--shard-tokens", type=int, default=SHARD_TOKENS, metavar="N", help=f"tokens per file ({SHARD_TOKENS:,})"
     )
@@ -61,7 +61,7 @@ def _tokenizer(path: Path | None, end: str | None) -> Tokenizer:
     if path is not None:
         return FileTokenizer(path, end)
     if end is not None:
-        raise AtlasError(f"--end {end!r}: documents of bytes end with a zero byte. Leave it out, or give a --tokenizer")
+        raise AtlasError(f"--end {end!r}: without --tokenizer, documents end with a zero byte. Leave it out")
     return ByteTokenizer()
 
 

@@ -31,7 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--out", type=Path, required=True, metavar="JOB.yaml", help="the job file to write")
     add("--gpu", metavar="TYPE", help="GPU type, where the card does not name one that Atlas knows")
     add("--recompute", action=argparse.BooleanOptionalAction, help="whether the run recomputed activations")
-    add("--salvage", action="store_true", help="use the events before the damage of a truncated trace")
+    add("--salvage", action="store_true", help="read truncated traces up to the damage")
 
 
 def run(args: argparse.Namespace) -> int:

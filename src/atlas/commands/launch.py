@@ -37,7 +37,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--image", default="atlas:latest", metavar="NAME", help="image of the container (default: atlas:latest)")
     add("--ports", metavar="LO-HI", help=f"ports of workers and checkpoint servers (the recipe's, or {PORTS})")
     add("--device", default="cuda", metavar="NAME", help="cuda or cpu (default: cuda)")
-    add("--no-certs", action="store_true", help="without certificates: loopback only")
+    add("--no-certs", action="store_true", help="no certificates; for loopback only")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -24,7 +24,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("folders", nargs="+", type=Path, metavar="DIR", help="a data point, a folder of traces, or one trace")
     add("--against", type=Path, metavar="DIR", help="compare with this one; ratios are relative to it")
-    add("--salvage", action="store_true", help="use the events before the damage of a truncated trace")
+    add("--salvage", action="store_true", help="read truncated traces up to the damage")
     add("--definitions", action="store_true", help="print what every metric means")
     add("--json", action="store_true", help="print the metrics as JSON")
     add("--page", type=Path, metavar="FILE", help="write an HTML page")

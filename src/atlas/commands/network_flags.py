@@ -34,7 +34,7 @@ def network_flags(group: argparse._ActionsContainer) -> None:
         metavar="NAME=HOST",
         help="dial datacenter NAME (or its host, NAME/1) at HOST, or none if it cannot be dialled (repeatable)",
     )
-    add("--node", metavar="I/N", help="number of this host / hosts in the datacenter, from 0 (default: 0/1)")
+    add("--node", metavar="I/N", help="number of this host, from 0 / number of hosts in the datacenter (default: 0/1)")
 
 
 def security_flags(group: argparse._ActionsContainer) -> None:

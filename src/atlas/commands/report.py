@@ -19,7 +19,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("runs", nargs="+", type=Path, metavar="RUN", help="a data point, a timeline file, or the folder of a run")
     add("--out", type=Path, default=Path("report.html"), metavar="FILE", help="the page to write (default report.html)")
     add("--title", default="", metavar="WORDS", help="title of the page (default: the runs' names)")
-    add("--salvage", action="store_true", help="use the events before the damage of a truncated trace")
+    add("--salvage", action="store_true", help="read truncated traces up to the damage")
 
 
 def run(args: argparse.Namespace) -> int:

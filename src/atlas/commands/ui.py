@@ -29,7 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--token-file",
         type=Path,
         metavar="FILE",
-        help="require the token in this file (default: beyond loopback, a new token)",
+        help="require the token in this file (default: none on loopback, a new one elsewhere)",
     )
 
 

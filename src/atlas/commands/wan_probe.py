@@ -41,15 +41,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--node", action="append", default=[], metavar="NAME=HOST:PORT", help="an agent; repeat for each")
     add("--write", type=Path, metavar="CLUSTER.yaml", help="replace the links section of this file")
     add("--out", type=Path, metavar="FILE", help="write the links section to a new file")
-    add("--check", type=Path, metavar="FILE", help="warn where this job or cluster file differs")
+    add("--check", type=Path, metavar="FILE", help="warn where this job or cluster file differs from the measurement")
     add("--json", action="store_true", help="print all measurements as JSON")
-    add("--max-streams", type=whole(1, 1024), default=32, metavar="K", help="most connections at once (default 32)")
+    add("--max-streams", type=whole(1, 1024), default=32, metavar="K", help="maximum of connections (default 32)")
     add(
         "--max-mb",
         type=number(0.001, 1e6),
         default=1000.0,
         metavar="MB",
-        help="most megabytes per transfer (default 1000)",
+        help="maximum size of a transfer, megabytes (default 1000)",
     )
     add("--repeat", type=whole(1, 10**6), default=1, metavar="N", help="probe N times, for --record")
     add("--every", type=number(0, 1e6), default=60.0, metavar="S", help="seconds from one probe to the next")
@@ -59,7 +59,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=number(0, 30),
         default=10.0,
         metavar="S",
-        help="how long each probe fills a path to record its packets (default 10; 0: no packets)",
+        help="seconds for which each probe fills a path to record packets (default 10; 0: none)",
     )
 
 

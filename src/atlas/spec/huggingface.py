@@ -64,7 +64,7 @@ def dimensions(path: Path, key: str = "model.config") -> dict[str, Any]:
     missing = [name for name in REQUIRED if found[name] is None]
     if missing:
         names = ALIASES[missing[0]]
-        raise wrong(path, names[0], f"the config has no {' or '.join(names)}", f"Write model.{missing[0]} beside it")
+        raise wrong(path, names[0], f"the config has no {' or '.join(names)}", f"Write model.{missing[0]} in the job")
     found["family"] = "gpt" if kind in TWO_MATRICES else "llama"
     if found["tied_embeddings"] is None and kind in TIED_BY_DEFAULT:
         found["tied_embeddings"] = True

@@ -387,7 +387,7 @@ def _placement(job: Job, where: Where) -> Iterator[SpecError]:
         if place.dc not in names:
             yield bad(where, ("placement", i, "dc"), place.dc, "no such datacenter", nearest(place.dc, names))
         if i and job.placement[i - 1].dc == place.dc:
-            yield bad(where, ("placement", i, "dc"), place.dc, "two entries in a row name it", "Merge the two entries")
+            yield bad(where, ("placement", i, "dc"), place.dc, "the entry before names it too", "Merge the two entries")
     total = sum(place.stages for place in job.placement)
     if total != job.pp and "pp" not in job.left_open:
         rule = f"its stages add up to {total}, but pp is {job.pp}"

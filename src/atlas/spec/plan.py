@@ -139,7 +139,7 @@ def _plan(document: Document, path: Path, overrides: Sequence[str]) -> Plan:
         raise SpecError(
             where=document.origin(("job",), str(path)),
             key="job",
-            rule="a Plan holds its job",
+            rule="a plan must contain its job",
             remedy="Make the plan again",
         )
     job = finished(Document(document.data["job"], inside), overrides, str(path))
