@@ -36,7 +36,8 @@ def read_trace(path: Path, key: str = "trace") -> tuple[TraceRow, ...]:
         raise wrong(path, "row 0.time_s", "the first row must be at time 0", "Add a row for time 0", rows[0].time_s)
     for i, (before, after) in enumerate(pairwise(rows)):
         if after.time_s <= before.time_s:
-            raise wrong(path, f"row {i + 1}.time_s", f"times ascend (before: {before.time_s})", "Sort it", after.time_s)
+            rule = f"must be after {before.time_s}, the row before"
+            raise wrong(path, f"row {i + 1}.time_s", rule, "Sort the rows", after.time_s)
     return rows
 
 
