@@ -92,7 +92,7 @@ def test_json_lines_are_written_every_step_and_appended_after_a_restart(tmp_path
         assert json.loads(line).items() >= EVENT.items()
         report.step({**EVENT, "step": 8, "loss": float("inf"), "norm": 1.5})  # type: ignore[typeddict-unknown-key]
     path.write_text(path.read_text() + '{"step": 9, "lo')  # a kill in the middle of a line
-    with RunReport(choice, 10, first_step=8) as report:
+    with RunReport(choice, 10) as report:
         report.step({**EVENT, "step": 9})
     _, eight, torn, nine = path.read_text().splitlines()
     assert (json.loads(eight)["loss"], json.loads(eight)["norm"]) == (None, 1.5)

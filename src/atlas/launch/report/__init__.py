@@ -67,22 +67,16 @@ class ReportChoice:
 
 
 class RunReport:
-    """`with Report(choice, num_steps) as report:`, then `report.step(event, timeline)` for every step.
+    """`with RunReport(choice, num_steps) as report:`, then `report.step(event, timeline)` for every step.
 
     Opens files and ports at once, so that an error is reported before training starts.
     """
 
-    def __init__(
-        self,
-        choice: ReportChoice,
-        num_steps: int,
-        first_step: int = 0,
-        warn: Callable[[str], None] = log,
-    ) -> None:
+    def __init__(self, choice: ReportChoice, num_steps: int, warn: Callable[[str], None] = log) -> None:
         self.metrics = TrainingMetrics(choice.labels)
         self._gpus = choice.gpus
         self._warn, self._warned = warn, set[str]()
-        self._bar = ProgressBar(num_steps, first_step) if choice.bar else None
+        self._bar = ProgressBar(num_steps) if choice.bar else None
         self._lines: list[AppendedLines] = []
         self._journals: list[Journal] = []
         self._events: AppendedLines | None = None

@@ -24,8 +24,8 @@ OTHER_HARDWARE = 10.0
 class ProgressBar:
     """Appears with the first step; `close` leaves the last state on the screen."""
 
-    def __init__(self, num_steps: int, first_step: int = 0, stream: TextIO | None = None) -> None:
-        self.num_steps, self.first_step = num_steps, first_step
+    def __init__(self, num_steps: int, stream: TextIO | None = None) -> None:
+        self.num_steps = num_steps
         self._stream = stream or sys.stderr
         self._bar: Progress | None = None
         self._line_due = 0.0
@@ -61,7 +61,7 @@ class ProgressBar:
             TimeRemainingColumn(compact=True),
             console=Console(file=self._stream),
         )
-        bar.add_task("", total=self.num_steps, completed=self.first_step, figures="")
+        bar.add_task("", total=self.num_steps, figures="")
         bar.start()
         return bar
 
