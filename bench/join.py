@@ -254,7 +254,7 @@ def measure(turns: str, num_each: int, late_s: float) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer iterations and turns")
-    return measure(TURNS[:5], 12, 0.0) if parser.parse_args().quick else measure(TURNS, 20, LATE_S)
+    return measure(TURNS[:5], 12, 0.0) if parser.parse_args().quick else measure(TURNS, 18, LATE_S)
 
 
 if __name__ == "__main__":
