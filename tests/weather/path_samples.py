@@ -35,14 +35,18 @@ def part(flows: Tables, which: slice) -> Tables:
     return floats[which], ints[which], ring[which]
 
 
-def tcp_table(seconds: float, *, rivals: int = 0, share: float = 0.0, lead_s: float = 3.0) -> PacketTable:
-    """A simulated cubic sender beside flows that are `lead_s` ahead of it, or beside constant cross traffic."""
+def tcp_table(
+    seconds: float, *, rivals: int = 0, share: float = 0.0, shares: np.ndarray | None = None, lead_s: float = 3.0
+) -> PacketTable:
+    """A simulated cubic sender beside flows that are `lead_s` ahead of it, or beside cross traffic that does not react:
+    constant, or `shares` of the capacity by tenths of a second."""
     step_ns, byte_ns = 1_000_000, 8e9 / CAPACITY_BPS
     figures = (byte_ns, BUFFER, float(RTT_NS), SEGMENT_BYTES)
     flows, rows, free_ns, tail = rival_tables(rivals + 1), [], 0.0, 1
     start_rivals(flows, 0, RTT_NS)
     start_rivals(part(flows, slice(1)), round(lead_s * 1e9), RTT_NS)
     for now_ns in range(step_ns, round((lead_s + seconds) * 1e9), step_ns):
+        share = share if shares is None else float(shares[now_ns // 100_000_000 % len(shares)])
         free_ns = min(max(free_ns, now_ns - step_ns) + share * step_ns, now_ns - step_ns + BUFFER * byte_ns)
         free_ns = advance_rivals(*flows, free_ns, now_ns, *figures)
         for k in range(tail, end := int(flows[1][0, TAIL])):

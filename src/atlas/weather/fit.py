@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from atlas.errors import SpecError
 from atlas.weather.cell import Floats, packet_rtts
+from atlas.weather.conservation import inflow, queue_floor_ns
 from atlas.weather.elastic import competing_flows
 from atlas.weather.packets import LOST, Ints, PacketTable
 from atlas.weather.path_model import MAX_WINDOWS, WINDOW_NS, PathModel
@@ -150,7 +151,7 @@ def _constants(table: PacketTable, method: Method) -> PathModel:
     pairs_bps = pair_rate_bps(sent, size, rtt) if method == "pairs" else None
     mean_bps = float(size.sum()) * 8e9 / max(1, int((sent + rtt).max() - (sent + rtt).min()))
     capacity = mean_bps if method == "constant" else max(pairs_bps or 0.0, peak_bps)
-    idle = bool(np.percentile(rtt - rtt.min(), 99) < _queue_floor_ns(float(rtt.min())))
+    idle = bool(np.percentile(rtt - rtt.min(), 99) < queue_floor_ns(float(rtt.min())))
     # A packet's own time on the link is no part of the least round trip. Without a queue that time is not known.
     least_ns = max(1.0, float((rtt if idle else rtt - size * (8e9 / capacity)).min()))
     queue_bytes = np.maximum(0.0, (rtt - least_ns) * (capacity / 8e9))
@@ -168,11 +169,6 @@ def _constants(table: PacketTable, method: Method) -> PathModel:
         buffer_is_bound=full is None,
         method=method,
     )
-
-
-def _queue_floor_ns(least_ns: float) -> float:
-    """A delay below this is no queue."""
-    return max(1e6, 0.02 * least_ns)
 
 
 def peak_rate_bps(at_ns: Ints, num_bytes: Ints) -> float:
@@ -219,22 +215,13 @@ def window_of(table: PacketTable, start_ns: int) -> Ints:
 
 def with_cross(model: PathModel, table: PacketTable) -> PathModel:
     """The model with the cross traffic of every window, by conservation."""
-    start_ns = int(table.sent_ns[0])
-    arrived = ~table.lost
-    sent, size, rtt = table.sent_ns[arrived], table.num_bytes[arrived], table.rtt_ns[arrived]
+    start_ns, arrived, seen = int(table.sent_ns[0]), ~table.lost, inflow(table, model)
     num = int((table.sent_ns[-1] - start_ns) // WINDOW_NS) + 1
-    per_ns = model.capacity_bps / 8e9
-    behind = np.maximum(0.0, (rtt - model.rtt_ns) * per_ns)  # the queue with the packet itself
-    before = np.maximum(0.0, behind - size)
-    gap_ns = np.diff(sent)
-    floor = _queue_floor_ns(model.rtt_ns) * per_ns / 4
-    busy = (before[1:] > floor) & (gap_ns < 5 * WINDOW_NS)
-    # A busy queue: before_{i+1} = behind_i + (c - b) dt
-    inflow = np.maximum(0.0, np.where(busy, before[1:] - behind[:-1] + per_ns * gap_ns, 0.0))
-    window = (sent[1:] - start_ns) // WINDOW_NS
-    busy_ns = np.bincount(window, np.where(busy, gap_ns, 0), minlength=num)
-    crossed = np.bincount(window, inflow, minlength=num)
-    own_bps = np.bincount(window_of(table, start_ns)[arrived], size, minlength=num) * (8e9 / WINDOW_NS)
+    window = (seen.end_ns - start_ns) // WINDOW_NS
+    busy_ns = np.bincount(window, np.where(seen.busy, seen.length_ns, 0), minlength=num)
+    crossed = np.bincount(window, np.maximum(0.0, seen.num_bytes), minlength=num)
+    own = np.bincount(window_of(table, start_ns)[arrived], table.num_bytes[arrived], minlength=num)
+    own_bps = own * (8e9 / WINDOW_NS)
     known = busy_ns >= BUSY_SHARE * WINDOW_NS
     cross = np.zeros(num)
     cross[known] = crossed[known] * 8e9 / busy_ns[known]

@@ -1,0 +1,42 @@
+"""How many bytes of cross traffic join the queue between two packets, by conservation of bytes: while the queue is
+busy, the bytes that arrive are those that leave plus the growth of the queue, which the packets' delays show."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from atlas.weather.cell import Floats
+from atlas.weather.packets import Ints, PacketTable
+from atlas.weather.path_model import WINDOW_NS, PathModel
+
+
+class Inflow(NamedTuple):
+    """By gap between two packets that arrived."""
+
+    end_ns: Ints
+    """When the second was sent."""
+    length_ns: Ints
+    busy: NDArray[np.bool_]
+    """Whether the queue was not empty."""
+    num_bytes: Floats
+    """Cross traffic that joined; 0 where the queue was empty."""
+
+
+def queue_floor_ns(least_ns: float) -> float:
+    """A delay below this is no queue."""
+    return max(1e6, 0.02 * least_ns)
+
+
+def inflow(table: PacketTable, model: PathModel) -> Inflow:
+    arrived = ~table.lost
+    sent, size, rtt = table.sent_ns[arrived], table.num_bytes[arrived], table.rtt_ns[arrived]
+    per_ns = model.capacity_bps / 8e9
+    behind = np.maximum(0.0, (rtt - model.rtt_ns) * per_ns)  # the queue with the packet itself
+    before = np.maximum(0.0, behind - size)
+    gap_ns = np.diff(sent)
+    busy = (before[1:] > queue_floor_ns(model.rtt_ns) * per_ns / 4) & (gap_ns < 5 * WINDOW_NS)
+    # A busy queue: before_{i+1} = behind_i + (c - b) dt
+    return Inflow(sent[1:], gap_ns, busy, np.where(busy, before[1:] - behind[:-1] + per_ns * gap_ns, 0.0))
