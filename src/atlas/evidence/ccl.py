@@ -10,7 +10,7 @@ import math
 import random
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -55,7 +55,6 @@ class RankFigures:
     copied: tuple[float, float]
     copy_alone: tuple[float, float] | None
     """Length of copies outside other kernels, and the span of all kernels."""
-    extra: Mapping[str, float] = field(default_factory=dict)
 
 
 def inner(steps: Sequence[Mark]) -> list[Mark]:

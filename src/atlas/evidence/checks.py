@@ -30,7 +30,6 @@ class RankFacts:
     rank: int | None
     stated_rank: int | None
     world_size: int | None
-    device: str
     num_steps: int
     repeated_steps: int
     num_kernels: int

@@ -150,14 +150,11 @@ def read_data_point(
 
 def _facts(trace: RankTrace) -> RankFacts:
     numbers = [mark.number for mark in trace.steps]
-    devices = trace.info.get("deviceProperties")
-    first = devices[0] if isinstance(devices, list) and devices and isinstance(devices[0], dict) else {}
     return RankFacts(
         name=trace.path.name,
         rank=trace.rank if rank_of(trace.path) is None else rank_of(trace.path),
         stated_rank=trace.rank,
         world_size=trace.world_size,
-        device=str(first.get("name", "")),
         num_steps=len(numbers),
         repeated_steps=len(numbers) - len(set(numbers)),
         num_kernels=len(trace.start_us),
