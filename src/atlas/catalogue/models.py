@@ -5,12 +5,11 @@ The 1.3B and 13B rows of GPT-3's table are left out: their heads and widths do n
 
 from __future__ import annotations
 
-import csv
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
-from importlib.resources import files
 
+from atlas.catalogue.table import table_rows
 from atlas.errors import SpecError
 
 EXPERTS = (
@@ -42,8 +41,7 @@ class PublicModel:
 @cache
 def shapes() -> dict[str, PublicModel]:
     found = {}
-    text = files("atlas.catalogue").joinpath("data", "models.csv").read_text()
-    for row in csv.DictReader(text.splitlines()):
+    for row in table_rows("models.csv"):
         name, billions, source = row.pop("name"), float(row.pop("billions")), row.pop("source")
         keys: dict[str, str | int | bool] = {"family": row.pop("family")}
         keys["tied_embeddings"] = row.pop("tied_embeddings") == "true"

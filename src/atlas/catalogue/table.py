@@ -75,7 +75,8 @@ class EgressPrice:
     date: str
 
 
-def _rows(name: str) -> Iterator[dict[str, str]]:
+def table_rows(name: str) -> Iterator[dict[str, str]]:
+    """Of a file in `data/`, by column."""
     yield from csv.DictReader(files("atlas.catalogue").joinpath("data", name).read_text().splitlines())
 
 
@@ -86,7 +87,7 @@ def regions() -> dict[str, Region]:
         row["region"]: Region(
             row["region"], row["place"], (float(row["latitude"]), float(row["longitude"])), row["area"], row["source"]
         )
-        for row in _rows("regions.csv")
+        for row in table_rows("regions.csv")
     }
 
 
@@ -96,7 +97,7 @@ def throughput() -> dict[str, dict[str, float]]:
     skipped = ("from", "source", "date", "licence")
     return {
         row["from"]: {to: float(value) for to, value in row.items() if value and to not in skipped}
-        for row in _rows("throughput.csv")
+        for row in table_rows("throughput.csv")
     }
 
 
@@ -104,7 +105,7 @@ def throughput() -> dict[str, dict[str, float]]:
 def gpu_prices() -> dict[tuple[str, str], GpuPrice]:
     """By region and GPU type; the cheapest instance."""
     found: dict[tuple[str, str], GpuPrice] = {}
-    for row in _rows("prices.csv"):
+    for row in table_rows("prices.csv"):
         spot = float(row["usd_per_hour_spot"]) if row["usd_per_hour_spot"] else None
         price = GpuPrice(
             row["region"],
@@ -126,7 +127,7 @@ def gpu_prices() -> dict[tuple[str, str], GpuPrice]:
 def _egress_rows() -> tuple[tuple[str, str, EgressPrice], ...]:
     return tuple(
         (row["from"], row["to"], EgressPrice(float(row["usd_per_gb"]), row["source"], row["date"]))
-        for row in _rows("egress.csv")
+        for row in table_rows("egress.csv")
     )
 
 

@@ -56,13 +56,10 @@ def metrics_table(
     ratio = '<th class="n">ratio</th>' if against else ""
     lines = [f"<tr><th>metric</th>{names}<th>unit</th>{ratio}<th>definition</th></tr>"]
     for row in zip(*metrics, strict=True):
-        cells = "".join(_cell(metric) for metric in row)
+        cells = "".join(_cell(metric) for metric in row) + f"<td>{row[0].unit}</td>"
         if against:
             first, last = row[0].value, row[-1].value
-            cells += f"<td>{row[0].unit}</td>"
             cells += f'<td class="n">{first / last:.3f}x</td>' if first is not None and last else '<td class="n">–</td>'
-        else:
-            cells += f"<td>{row[0].unit}</td>"
         why = html.escape(definitions[row[0].name])
         reasons = dict.fromkeys(metric.reason for metric in row if metric.value is None)
         why += "".join(f"<br>No value: {html.escape(reason)}." for reason in reasons)
