@@ -19,10 +19,10 @@ from atlas.launch.prepared_job import PreparedJob, prepare_job
 from atlas.launch.train_options import TrainOptions
 from atlas.sim import simulate
 from atlas.spec import Job, load_job, override
-from atlas.wan.emulator.flows import CROSS_NS, Flow, LinkDirection, TrunkDirection
+from atlas.wan.emulator.flows import Flow, LinkDirection, TrunkDirection
 from atlas.wan.emulator.paths import PathSpec
 from atlas.weather.draw import rows_of
-from atlas.weather.path_model import PathModel, save_model
+from atlas.weather.path_model import WINDOW_NS, PathModel, save_model
 
 JOB = Path(__file__).parents[2] / "examples" / "tiny.yaml"
 
@@ -52,7 +52,7 @@ def test_paths_have_the_draw_of_the_prediction(prepared: PreparedJob, slower: in
         for way, cross in (("east>west", path.cross), ("west>east", path.cross_back)):
             trace = traces[way]
             assert trace is not None
-            at_ns = np.arange(100) * CROSS_NS
+            at_ns = np.arange(100) * WINDOW_NS
             span = np.searchsorted(trace.at_ns, at_ns, side="right") - 1
             np.testing.assert_allclose(1 - np.array(cross), np.array(trace.rate)[span], rtol=1e-12)
 
@@ -89,7 +89,7 @@ def test_the_proxy_delays_by_the_queue_of_cross_traffic() -> None:
     link = LinkDirection(path, TrunkDirection(None), path.cross)
     rows = rows_of(model, model.cross_bps)
     for k in range(len(shares)):
-        slowdown, late_ns = link.crossed(link.cross_since_ns + (k + 0.5) * CROSS_NS)
+        slowdown, late_ns = link.crossed(link.cross_since_ns + (k + 0.5) * WINDOW_NS)
         assert 1 / slowdown == pytest.approx(rows.rate[k])
         assert late_ns == pytest.approx(rows.extra_latency_ns[k])
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -53,15 +53,19 @@ def drawn_cross(model: PathModel, seed: int, key: Sequence[object], num_windows:
 def rows_of(model: PathModel, cross_bps: Floats, scale: float = 1.0) -> Rows:
     """What cross traffic leaves to a sender, and how long its own queue is where it exceeds the capacity."""
     share = cross_bps * (scale / model.capacity_bps)
-    rate = np.maximum(1.0 - share, LEAST_SHARE)
     late = np.zeros(len(share))
-    most_ns = model.buffer_bytes * 8e9 / model.capacity_bps
     if (share > 1.0).any():
-        queue_ns = 0.0
-        for k, excess in enumerate((share - 1.0).tolist()):
-            queue_ns = min(max(queue_ns + excess * WINDOW_NS, 0.0), most_ns)
-            late[k] = queue_ns
-    return Rows(rate, late)
+        late = np.array(queue_delays_ns(share.tolist(), model.buffer_bytes * 8e9 / model.capacity_bps))
+    return Rows(np.maximum(1.0 - share, LEAST_SHARE), late)
+
+
+def queue_delays_ns(shares: Iterable[float], most_ns: float) -> list[float]:
+    """By window, of cross traffic that takes these shares of the capacity: how long its own queue is."""
+    queue_ns, found = 0.0, []
+    for share in shares:
+        queue_ns = min(max(queue_ns + (share - 1.0) * WINDOW_NS, 0.0), most_ns)
+        found.append(queue_ns)
+    return found
 
 
 def mean_rows(model: PathModel, scale: float = 1.0) -> tuple[float, float]:

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from atlas.wan.emulator.paths import PathSpec
+from atlas.weather.draw import LEAST_SHARE, queue_delays_ns
+from atlas.weather.path_model import WINDOW_NS
 
 LOOKAHEAD_NS = 1_000_000
 """How far ahead of a link the proxy reads. All of it queues before what comes next, so it is short."""
@@ -26,8 +28,6 @@ MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 1024, 128 * 1024
 RECEIVE_BUFFER_S = 0.01
 """What the proxy buffers for a sender: the loop may be late by this and the link stays busy."""
 MIN_BUFFER_BYTES, MAX_BUFFER_BYTES = 64 * 1024, 512 * 1024
-CROSS_NS, LEAST_SHARE = 100_000_000, 0.02
-"""Cross traffic has one value for each span of this length, and leaves at least this share of the rate."""
 UNLIMITED_BPS = 1e12
 """Stands for the rate of a path without a cap."""
 
@@ -61,7 +61,8 @@ class LinkDirection:
     def __init__(self, path: PathSpec, trunk: TrunkDirection, cross: tuple[float, ...] = ()) -> None:
         self.trunk = trunk
         self.cross, self.cross_since_ns = cross, time.monotonic_ns()
-        self.cross_late_ns = _cross_late_ns(cross, path)
+        # A path without `queue_bytes` has no queue.
+        self.cross_late_ns = queue_delays_ns(cross, (path.queue_bytes or 0) * 8e9 / (path.pair_bps or UNLIMITED_BPS))
         self.free_ns = 0.0
         self.ready: deque[Flow] = deque()
         """Flows with bytes to read, in turn."""
@@ -85,20 +86,8 @@ class LinkDirection:
         least 2 % of the rate), and the delay of cross traffic's own queue in ns."""
         if not self.cross:
             return 1.0, 0.0
-        k = int(max(0.0, at_ns - self.cross_since_ns) // CROSS_NS) % len(self.cross)
+        k = int(max(0.0, at_ns - self.cross_since_ns) // WINDOW_NS) % len(self.cross)
         return 1 / max(LEAST_SHARE, 1 - self.cross[k]), self.cross_late_ns[k]
-
-
-def _cross_late_ns(cross: tuple[float, ...], path: PathSpec) -> list[float]:
-    """By value of cross traffic: its queue, where it exceeds the rate; none on a path without `queue_bytes`. The rule
-    of `weather.draw.rows_of`."""
-    if path.queue_bytes is None or path.pair_bps is None or max(cross, default=0.0) <= 1:
-        return [0.0] * len(cross)
-    most_ns, queue_ns, found = path.queue_bytes * 8e9 / path.pair_bps, 0.0, []
-    for share in cross:
-        queue_ns = min(max(queue_ns + (share - 1) * CROSS_NS, 0.0), most_ns)
-        found.append(queue_ns)
-    return found
 
 
 def _within(value: float, least: int, most: int) -> int:

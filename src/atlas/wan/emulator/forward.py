@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from atlas.wan.emulator.lateness import BIN_NS, NUM_BINS
 from atlas.wan.emulator.netdev import VNET_HDR_BYTES
 from atlas.wan.emulator.rivals import advance_rivals
+from atlas.weather.path_model import WINDOW_NS
 
 # Columns of the links' table of floats and of their table of integers.
 LATENCY_NS, JITTER_NS, NS_PER_BYTE, FREE_NS, QUEUE_BYTES, LOSS, CROSS_SINCE, CROSS_AT, NUM_FLOATS = range(9)
@@ -35,8 +36,6 @@ BATCH = 64
 """Packets read from one node, or written to one, before the others have their turn."""
 PERIOD_NS, MAX_WAIT_NS = 100_000, 100_000_000
 """Shortest and longest time between two rounds. Each round interrupts a node; the lateness that results is counted."""
-CROSS_NS = 100_000_000
-"""Cross traffic has one value in so long."""
 NET = (10, 99)
 """Addresses are 10.99.x.y, inside the namespaces only; x.y is the node's number plus one."""
 
@@ -82,8 +81,8 @@ def _add_cross(row: Any, first: int, end: int, cross: Any, now_ns: int) -> None:
     most = row[QUEUE_BYTES] * row[NS_PER_BYTE]
     backlog = max(row[FREE_NS] - at, 0.0)
     while at < now_ns:
-        window = int((at - row[CROSS_SINCE]) // CROSS_NS)
-        until = min(float(now_ns), row[CROSS_SINCE] + (window + 1) * CROSS_NS)
+        window = int((at - row[CROSS_SINCE]) // WINDOW_NS)
+        until = min(float(now_ns), row[CROSS_SINCE] + (window + 1) * WINDOW_NS)
         backlog += (cross[first + window % (end - first)] - 1.0) * (until - at)
         backlog = min(max(backlog, 0.0), most)
         at = until

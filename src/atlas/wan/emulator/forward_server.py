@@ -53,10 +53,13 @@ class ForwardServer:
         """The first command brings the paths. Between commands, packets are forwarded."""
         while line := self._commands.readline():
             self._control.sendall(answer(self, line))
-            words = self._memory.view(np.int64)
-            tables = self._link_of, self._floats, self._ints, self._trunks, self._memory, words
-            weather = self._cross, self._rivals, self._seen, self._num_seen
-            f.forward(self._fds, *tables, *weather, self._bins, self._worst, self._polls)
+            self._forward(self._fds, self._link_of, self._ints, self._polls)
+
+    def _forward(self, fds: Any, link_of: Any, ints: Any, polls: Any) -> None:
+        """Forwards until there is a command."""
+        memory, weather = self._memory, (self._cross, self._rivals, self._seen, self._num_seen)
+        tables = link_of, self._floats, ints, self._trunks, memory, memory.view(np.int64)
+        f.forward(fds, *tables, *weather, self._bins, self._worst, polls)
 
     def do_paths(self, nodes: list[str], paths: list[tuple[str, str, dict[str, Any]]]) -> dict[str, Any]:
         self._nodes = {name: i for i, name in enumerate(nodes)}
@@ -138,11 +141,7 @@ class ForwardServer:
         with ours, theirs:
             theirs.sendall(b"!")
             polls = np.array([[ours.fileno(), 0]], np.int32)
-            none = np.zeros((0, f.NUM_INTS), np.int64)
-            words = self._memory.view(np.int64)
-            tables = self._link_of[:0], self._floats, none, self._trunks, self._memory, words
-            weather = self._cross, self._rivals, self._seen, self._num_seen
-            f.forward(self._fds[:0], *tables, *weather, self._bins, self._worst, polls)
+            self._forward(self._fds[:0], self._link_of[:0], self._ints[:0], polls)
 
     def _trunk(self, path: PathSpec, there: bool) -> int:
         if path.trunk is None:
