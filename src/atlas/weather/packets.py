@@ -210,15 +210,16 @@ class PacketLog:
 
     def add(self, sent_ns: int, num_bytes: int, rtt_ns: int = LOST) -> None:
         self._rows.append((sent_ns, num_bytes, rtt_ns))
-        if len(self._rows) >= self._flush_at and self._lock.acquire(blocking=False):
-            try:
-                self._flush(self.HOLD_NS)
-            finally:
-                self._lock.release()
+        if len(self._rows) >= self._flush_at:
+            self._flush_if_free()
 
     def write_older(self) -> None:
         """Writes rows that are old enough, at most once a second: a process that is killed loses seconds only."""
-        if self._rows and time.monotonic() - self._flushed_at >= 1.0 and self._lock.acquire(blocking=False):
+        if self._rows and time.monotonic() - self._flushed_at >= 1.0:
+            self._flush_if_free()
+
+    def _flush_if_free(self) -> None:
+        if self._lock.acquire(blocking=False):
             try:
                 self._flush(self.HOLD_NS)
             finally:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from atlas.wan.probe.wire import ProbeError, connect, read_json, send_json
+from atlas.wan.probe.wire import ProbeError, connect, read_exactly, read_json, send_json
 
 Address = tuple[str, int]
 
@@ -64,16 +64,10 @@ def round_trips(address: Address, token: str, count: int = 30) -> RoundTrips:
     taken: list[float] = []
     with connect(address, token) as sock:
         send_json(sock, {"do": "echo"})
-        buffer = bytearray(len(PING))
         for i in range(max(3, min(count, MAX_PINGS)) + 1):
             began = time.monotonic()
             sock.sendall(PING)
-            got = 0
-            while got < len(PING):
-                part = sock.recv_into(memoryview(buffer)[got:])
-                if not part:
-                    raise ProbeError("the echo ended early")
-                got += part
+            read_exactly(sock, len(PING))
             if i:  # the first one warms up
                 taken.append(time.monotonic() - began)
             time.sleep(PING_GAP_S)
