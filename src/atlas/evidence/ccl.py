@@ -11,6 +11,7 @@ import random
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from atlas.evidence.intervals import Floats, clipped, intersection, union
 from atlas.evidence.metric import Metric, missing
 from atlas.evidence.rank_trace import BIT, COLLECTIVES, Mark, RankTrace
 
+T = TypeVar("T")
 MAX_FILES = 16
 """CCL-Bench reads at most this many rank files, chosen at random with a fixed seed."""
 SAMPLE_SEED = 42
@@ -57,9 +59,15 @@ class RankFigures:
     """Length of copies outside other kernels, and the span of all kernels."""
 
 
-def inner(steps: Sequence[Mark]) -> list[Mark]:
+def inner(steps: Sequence[T]) -> list[T]:
     """Without the first and the last, where there are more than two."""
     return list(steps[1:-1] if len(steps) > 2 else steps)
+
+
+def edges_us(marks: Sequence[Mark]) -> tuple[Floats, Floats]:
+    """Start and end of each step."""
+    start = np.array([mark.start_us for mark in marks])
+    return start, start + np.array([mark.length_us or 0.0 for mark in marks])
 
 
 def rank_figures(trace: RankTrace) -> RankFigures:
@@ -87,8 +95,7 @@ def rank_figures(trace: RankTrace) -> RankFigures:
 
 # ---- one rank ------------------------------------------------------------------------------------------------
 def _mean_step_us(steps: Sequence[Mark]) -> float | None:
-    lengths = [mark.length_us for mark in steps if mark.length_us is not None]
-    kept = lengths[1:-1] if len(lengths) > 2 else lengths
+    kept = inner([mark.length_us for mark in steps if mark.length_us is not None])
     return statistics.fmean(kept) if kept else None
 
 
@@ -100,9 +107,7 @@ def _comm_percent(trace: RankTrace) -> float | None:
     if not trace.steps:
         total = float(trace.length_us.sum())
         return 100 * float(trace.length_us[comm].sum()) / total if total > 0 else None
-    marks = inner(trace.steps)
-    low = np.array([mark.start_us for mark in marks])
-    high = low + np.array([mark.length_us or 0.0 for mark in marks])
+    low, high = edges_us(inner(trace.steps))
     sums = [_touching_us(trace.start_us[keep], trace.length_us[keep], low, high) for keep in (comm, np.ones_like(comm))]
     used = sums[1] > 0
     return float((100 * sums[0][used] / sums[1][used]).mean()) if used.any() else None
@@ -139,8 +144,7 @@ def _overlap_percent(trace: RankTrace) -> float | None:
     comm = trace.having("comm_overlap")
     busy = union(trace.start_us[comm], trace.end_us[comm])
     both = intersection(busy, union(trace.start_us[~comm], trace.end_us[~comm]))
-    low = np.array([mark.start_us for mark in marks])
-    high = low + np.array([mark.length_us for mark in marks], np.float64)
+    low, high = edges_us(marks)
     total = float(busy.within(low, high).sum())
     return 100 * float(both.within(low, high).sum()) / total if total > 0 else None
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from atlas.evidence.card import Card
-from atlas.evidence.ccl import flops_per_token, inner
+from atlas.evidence.ccl import edges_us, flops_per_token, inner
 from atlas.evidence.intervals import Floats, intersection, union
 from atlas.evidence.metric import Metric, missing
 from atlas.evidence.rank_trace import BIT, COLLECTIVES, RankTrace
@@ -58,8 +58,7 @@ def own_figures(trace: RankTrace) -> OwnFigures:
     marks = [mark for mark in inner(trace.steps) if mark.length_us]
     start, end = trace.start_us, trace.end_us
     if marks:
-        low = np.array([mark.start_us for mark in marks])
-        high = low + np.array([mark.length_us for mark in marks], np.float64)
+        low, high = edges_us(marks)
     else:
         low, high = np.array([start.min(initial=np.inf)]), np.array([end.max(initial=-np.inf)])
         if not len(start):

@@ -88,7 +88,7 @@ def _figures(runs: Sequence[RunSummary]) -> str:
     lines = [f"<tr><td></td>{heads}</tr>"]
     for label in dict.fromkeys(label for run in runs for label in run.figures):
         row = [run.figures.get(label, RunFigure(label)) for run in runs]
-        if all(figure.value is None and not figure.text for figure in row):
+        if all(figure.value is None for figure in row):
             continue
         best = _best(row) if len({(run.source, run.workload) for run in runs}) == 1 else None
         cells = "".join(
@@ -108,9 +108,7 @@ def _best(row: Sequence[RunFigure]) -> float | None:
 
 
 def _shown(figure: RunFigure) -> str:
-    if figure.value is None:
-        return _text(figure.text) or "–"
-    return f"{_number(figure.value)} {_text(figure.unit)}".strip()
+    return f"{_number(figure.value)} {_text(figure.unit)}".strip() if figure.value is not None else "–"
 
 
 def _number(value: float | None) -> str:

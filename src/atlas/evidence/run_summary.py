@@ -28,12 +28,11 @@ PARTS = ("computing", "waiting for the WAN", "waiting for a peer", "gradient syn
 
 @dataclass(frozen=True)
 class RunFigure:
-    """One figure of a run: `text` where it is no number."""
+    """One figure of a run."""
 
     label: str
     value: float | None = None
     unit: str = ""
-    text: str = ""
     better: str = ""
     """"low" or "high", where one of several runs is best."""
 
