@@ -1,5 +1,5 @@
-"""The workload card of a data point: CCL-Bench's YAML, version 1. Reading is lenient: a value that is missing, or that
-is no number where one belongs ("TBD"), is noted and taken as missing.
+"""The workload card of a data point: CCL-Bench's YAML, version 1. Reading is lenient: text in place of a number ("TBD")
+is noted and counts as missing.
 
 `write_card` makes one; `checks` compares it with the traces.
 """

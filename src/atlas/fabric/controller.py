@@ -64,7 +64,7 @@ class Controller:
             self.consider(number)
 
     def free(self, number: int, count: int = 1) -> None:
-        """So many more transfers or collectives on the circuits that this change removes have ended."""
+        """`count` more transfers or collectives have ended on the circuits that this change removes."""
         self._state(number).left -= count
         self.consider(number)
 
@@ -148,7 +148,7 @@ class Controller:
         for state in self._states.values():
             if not state.done.done():
                 state.done.set_exception(error)
-                state.done.exception()  # it may be that nobody waits for this one
+                state.done.exception()  # avoids a warning if nothing waits for it
         self._on_failed(error)
 
     def _words(self, number: int) -> str:

@@ -26,7 +26,7 @@ class Inflow(NamedTuple):
 
 
 def queue_floor_ns(least_ns: float) -> float:
-    """A delay below this is no queue."""
+    """A longer delay than the least round trip plus this shows a queue."""
     return max(1e6, 0.02 * least_ns)
 
 

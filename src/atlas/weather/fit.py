@@ -41,10 +41,10 @@ CLEARLY_MORE = 1.25
 """By which factor the capacity of pairs must exceed the peak rate to replace it. Below it both predict other senders
 almost equally well, and each is better than the other for some."""
 GAP_NS = 2_000_000_000
-"""If nothing was sent for longer, the windows between are no part of the recording."""
+"""If nothing was sent for longer than this, the windows between are left out of the recording."""
 MAX_SPAN_DAYS = MAX_WINDOWS * WINDOW_NS // (86_400 * 10**9)
 REORDERED = 0.05
-"""A larger share of packets that overtook others is no FIFO path."""
+"""If a larger share of packets overtook others, the path is not first in, first out."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def _constants(table: PacketTable, method: Method) -> PathModel:
     mean_bps = float(size.sum()) * 8e9 / max(1, int((sent + rtt).max() - (sent + rtt).min()))
     capacity = mean_bps if method == "constant" else max(pairs_bps or 0.0, peak_bps)
     idle = bool(np.percentile(rtt - rtt.min(), 99) < queue_floor_ns(float(rtt.min())))
-    # A packet's own time on the link is no part of the least round trip. Without a queue that time is not known.
+    # The least round trip excludes a packet's own time on the link. Without a queue that time is not known.
     least_ns = max(1.0, float((rtt if idle else rtt - size * (8e9 / capacity)).min()))
     queue_bytes = np.maximum(0.0, (rtt - least_ns) * (capacity / 8e9))
     full = _before_losses(table, queue_bytes)

@@ -19,7 +19,7 @@ from atlas.wan.emulator.paths import WINDOW_BYTES
 from atlas.wan.probe.survey import LinkMeasurement
 
 TOLERANCE, WINDOW_TOLERANCE = 0.10, 0.25
-"""Relative differences that are no reason for a warning: repeated probes of one path differ by up to that."""
+"""Smaller relative differences cause no warning: repeated probes of one path differ by up to this."""
 LATENCY_SLACK_MS = 1.0
 """Added to the tolerance of latencies, for short paths."""
 MAX_WINDOW_BYTES = 100_000_000
