@@ -79,7 +79,7 @@ def test_what_the_flags_leave_out_is_asked_for_on_a_terminal(atlas: Atlas, monke
         (("--model", "llama-3-8b", "--batch", "1000000", *SITES), ["122.07 sequences", "999424", "1007616"]),
         (("--model", "llama-3-8b", "--batch", "lots", *SITES), ["512 sequences"]),
         (SITES, ["--model", "--batch"]),
-        ((*ASKED, *SITES, "--out", "tiny.yaml"), ["there already", "--force"]),
+        ((*ASKED, *SITES, "--out", "tiny.yaml"), ["exists already", "--force"]),
     ],
 )
 def test_bad_input_of_init_is_refused(atlas: Atlas, words: tuple[str, ...], wanted: list[str]) -> None:

@@ -61,7 +61,7 @@ def _simulated(args: argparse.Namespace) -> DataPoint:
         simulation = simulate(plan or job, schedule, **options)
     found, whole = simulation.best, simulation.whole
     if whole is not None:
-        remark(f"the card is of the slowest of {len(whole.results)} groups of pipelines; each needs its own card")
+        remark(f"the card describes the slowest of {len(whole.results)} groups of pipelines; others need their own")
     facts = RunFacts(found.schedule, found.tcp, command=["atlas", *sys.argv[1:]], **_stated(args, plan))
     return write_data_point(args.out, found.timeline, found.case.job, found.case.arrangement, facts)
 

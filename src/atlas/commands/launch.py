@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     job, plan = load_job_or_plan(args.plan, recipe.job_overrides)
     require_executable(job)
     if plan is not None and plan.runnable != "yes":
-        raise AtlasError(f"{job.where}: runnable: {plan.runnable}")
+        raise AtlasError(f"{job.where}: the plan is not runnable: {plan.runnable}")
     rendezvous_of(args)
     if args.ports is not None:
         PortRange.of(args.ports)

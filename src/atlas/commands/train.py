@@ -47,12 +47,12 @@ from atlas.view import write_page
 def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("plan", type=Path, metavar="PLAN.yaml", help="a plan, or a job with --schedule")
-    add("--emulate", action="store_true", help="run it on this machine")
+    add("--emulate", action="store_true", help="run all of it on this machine")
     how_flags(parser)
     add("--device", metavar="NAME", help="paced, cpu, cuda or cuda:N (default: paced; with --dc: cuda)")
-    add("--checkpoints", metavar="DIR", help="save there, and resume from there: a folder, or s3://BUCKET/PREFIX")
+    add("--checkpoints", metavar="DIR", help="save to and resume from this folder, or s3://BUCKET/PREFIX")
     add("--slower", type=whole(1, 1000), default=1, metavar="X", help="multiply every duration by X, for a slow host")
-    add("--page", type=Path, metavar="FILE", help="write the predicted and the measured timeline as a page")
+    add("--page", type=Path, metavar="FILE", help="write an HTML page with the predicted and the measured timeline")
     add(
         "--weather-seed",
         type=whole(0, 2**32 - 1),
@@ -69,12 +69,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def how_flags(parser: argparse.ArgumentParser) -> None:
     """How the plan is trained: the same for all launchers."""
     add = parser.add_argument
-    add("--schedule", metavar="NAME", help="for a job: how to run it (default: 1f1b)")
-    add("--tcp", choices=("one", "many"), help="connections between two nodes (default: many)")
+    add("--schedule", metavar="NAME", help="schedule of a job; a plan has its own (default: 1f1b)")
+    add("--tcp", choices=("one", "many"), help="TCP connections per node pair (default: many)")
     add("--recipe", type=Path, metavar="FILE", help="how to train (docs/recipes.md); the flags below replace its keys")
-    add("--steps", type=whole(1, 10**9), metavar="N", help="steps of the whole run, resumed ones included (default 3)")
-    add("--model", metavar="DIR", help="a Hugging Face folder, or job (default: a stand-in; with --dc: job)")
-    add("--data", metavar="DIR", help="shards of tokens, or shipped (default: synthetic)")
+    add("--steps", type=whole(1, 10**9), metavar="N", help="steps of the whole run, also if it is resumed (default 3)")
+    add("--model", metavar="DIR", help="a Hugging Face folder, or `job`: the job's (default: stand-in; with --dc: job)")
+    add("--data", metavar="DIR", help="a folder of shards, or `shipped`: the included text (default: synthetic)")
     add(
         "--learning-rate",
         type=number(0, 1e6),

@@ -43,7 +43,7 @@ def dc_flags(parser: argparse.ArgumentParser) -> None:
         help="the address of `atlas coordinator`; without it, the first launcher of the plan coordinates",
     )
     network_flags(group)
-    add("--spare", action="store_true", help="wait, and replace a host of this datacenter that is lost")
+    add("--spare", action="store_true", help="wait until a host of this datacenter is lost; replace it")
     add(
         "--switch",
         metavar="URL",
@@ -56,7 +56,7 @@ def group_flags(group: argparse._ActionsContainer) -> None:
     """What `atlas coordinator` has too."""
     add = group.add_argument
     security_flags(group)
-    add("--auto-replan", action="store_true", help="continue without a lost datacenter, without asking")
+    add("--auto-replan", action="store_true", help="if a datacenter is lost, continue without it and do not ask")
     add(
         "--without",
         action="append",
@@ -64,9 +64,7 @@ def group_flags(group: argparse._ActionsContainer) -> None:
         metavar="NAME",
         help="run without this lost datacenter; may be repeated",
     )
-    add(
-        "--grace", type=number(0.1, 1e6), metavar="S", help="treat a launcher as lost after S seconds out of reach (30)"
-    )
+    add("--grace", type=number(0.1, 1e6), metavar="S", help="seconds until an unreachable launcher is lost (30)")
     add(
         "--gather",
         type=number(0.1, 1e6),

@@ -18,11 +18,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("nodes", nargs="+", metavar="DATACENTER[/WORKER]",
                         help="a node, or all nodes of a datacenter")  # fmt: skip
-    add("--out", type=Path, default=Path("certs"), help="folder (default: certs)")
+    add("--out", type=Path, default=Path("certs"), help="folder to write to (default: certs)")
     add("--days", type=whole(1, 36_500), default=DEFAULT_DAYS, help=f"validity (default: {DEFAULT_DAYS} days)")
     add("--ca-days", type=whole(1, 36_500), default=CA_DAYS, help=f"validity of a new CA (default: {CA_DAYS} days)")
     add("--also", action="append", default=[], metavar="DATACENTER/WORKER",
-                        help="another name that each of these nodes may use (repeatable)")  # fmt: skip
+                        help="another name that each of these nodes may use; may be repeated")  # fmt: skip
     add("--json", action="store_true", help="print the files as JSON")
 
 

@@ -31,12 +31,12 @@ from atlas.ui.server import page_address
 
 def watch_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--no-bar", action="store_true", help="no progress bar")
-    add("--runs", type=Path, metavar="DIR", help="logs of workers and run.json (default with --dc: runs/NAME)")
+    add("--no-bar", action="store_true", help="do not show a progress bar")
+    add("--runs", type=Path, metavar="DIR", help="folder for worker logs and run.json (default with --dc: runs/NAME)")
     add("--log", type=Path, metavar="FILE", help="append a JSON line for every step")
     add("--timeline", type=Path, metavar="FILE", help="append the timeline of every step, for `atlas view`")
     add("--metrics-port", type=int, metavar="PORT", help="serve /metrics for Prometheus (0: any port)")
-    add("--metrics-host", default="127.0.0.1", metavar="ADDRESS", help="address of /metrics (default: 127.0.0.1 only)")
+    add("--metrics-host", default="127.0.0.1", metavar="ADDRESS", help="address of /metrics (default: 127.0.0.1)")
     add(
         "--track",
         action="append",
@@ -47,7 +47,7 @@ def watch_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--ui-at", metavar="[HOST:]PORT", help="where --ui serves (default: any port of 127.0.0.1; others need a token)"
     )
-    add("--evidence", type=Path, metavar="DIR", help="write the last steps as card, traces and launch files")
+    add("--evidence", type=Path, metavar="DIR", help="write card, traces and launch files (docs/evidence.md)")
 
 
 def watched(args: argparse.Namespace, logging: LoggingRecipe, job: Job, options: TrainOptions) -> ReportChoice:

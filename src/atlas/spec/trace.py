@@ -51,7 +51,7 @@ def _csv_rows(path: Path, key: str) -> list[dict[str, Any]]:
 
 def _row(path: Path, index: int, item: Any) -> TraceRow:
     if not isinstance(item, dict):
-        raise wrong(path, f"row {index}", "a row has keys", "Write time_s, rate, extra_latency_ms", item)
+        raise wrong(path, f"row {index}", "a row must be an object", "Write time_s, rate, extra_latency_ms", item)
     unknown = [k for k in item if k not in TraceRow._fields]
     if unknown:
         known = ", ".join(TraceRow._fields)

@@ -18,9 +18,9 @@ DEFAULT_URL = "http://127.0.0.1:8765"
 def connection_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--token-file", type=Path, metavar="FILE", help=f"a file with the token (default: ${TOKEN_VARIABLE})")
-    add("--ca", type=Path, metavar="PEM", help="authority of the peer's certificate")
-    add("--cert", type=Path, metavar="PEM", help="our certificate")
-    add("--key", type=Path, metavar="PEM", help="private key of our certificate")
+    add("--ca", type=Path, metavar="PEM", help="CA that signed the certificates of the others")
+    add("--cert", type=Path, metavar="PEM", help="certificate of this side")
+    add("--key", type=Path, metavar="PEM", help="private key of --cert")
 
 
 def token_of(args: argparse.Namespace) -> str:

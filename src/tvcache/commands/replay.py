@@ -29,11 +29,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("trajectories", type=Path, metavar="TRAJECTORIES")
     add("--mutates", type=_names, metavar="A,B", help="tools that change the state; others only read")
     add("--reads", type=_names, metavar="A,B", help="tools that only read; others change the state")
-    add("--volatile", type=_names, default=frozenset(), metavar="A,B", help="tools never cached")
+    add("--volatile", type=_names, default=frozenset(), metavar="A,B", help="tools whose outputs are never cached")
     add("--seconds", type=_range, metavar="LOW..HIGH", help="assumed seconds of each call, for example 2..20")
     add("--json", action="store_true", help="print the figures as JSON")
     add("--waits", type=Path, metavar="FILE", help="write idle windows for `bubbletea simulate --waits`")
-    add("--think", type=number(0, MAX_S), default=5.0, metavar="S", help="generation before each call (default 5)")
+    add("--think", type=number(0, MAX_S), default=5.0, metavar="S", help="generation before each call (default 5 s)")
     add("--at-once", type=_count, default=1, metavar="N", help="rollouts that share an accelerator (default 1)")
 
 

@@ -28,7 +28,7 @@ PORT = 8765
 
 def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--host", default="127.0.0.1", help="where to listen (default 127.0.0.1)")
+    add("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
     add("--port", type=number(0, 65535, "a port"), default=PORT, metavar="N", help=f"port (default {PORT}; 0: any)")
     add(
         "--log",
