@@ -241,6 +241,8 @@ def _print(name: str, options: TrainOptions, result: Rehearsal) -> None:
         f"  loss by step          {', '.join(words)}\n"
         f"  emulator late by      {run.late_s * 1e3:10.2f} ms   devices overrun {run.overrun_s * 1e3:.2f} ms"
     )
+    if result.was_host_too_slow:
+        print("This host was too slow for these durations, so the emulated time is not valid: give a larger --slower")
     if run.rails is not None:
         print(f"  circuit changes       {run.rails.num_changes:8}")
         if run.rails.failed:

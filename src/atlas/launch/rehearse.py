@@ -36,6 +36,8 @@ MAX_PREDICTED_WEATHER = 500
 """The same under weather: no iteration is like another."""
 MAX_WORKERS = 16
 """Processes with torch that start in reasonable time on a laptop."""
+MAX_OVERRUN = 0.05
+"""Share of a run's predicted time by which the host may delay paced devices."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +57,11 @@ class Rehearsal:
     def error(self) -> float:
         """Predicted over measured iteration time, minus one."""
         return self.predicted.iteration_ns / self.measured.iteration_ns - 1
+
+    @property
+    def was_host_too_slow(self) -> bool:
+        """Whether the host delayed paced devices so much that the measured times are not valid."""
+        return self.run.overrun_s > MAX_OVERRUN * len(self.run.losses) * self.predicted.iteration_ns / 1e9
 
 
 def rehearse(job: Job, options: TrainOptions, *, on_step: OnStep | None = None) -> Rehearsal:
