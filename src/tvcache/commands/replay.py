@@ -116,7 +116,7 @@ def _figures(
 
 
 def _print(found: dict[str, Any]) -> None:
-    print(f"{found['source']}: {found['rollouts']:,} rollouts of {found['tasks']:,} tasks, {found['calls']:,} calls\n")
+    print(f"{found['source']}: {found['rollouts']:,} rollouts, {found['tasks']:,} task(s), {found['calls']:,} calls\n")
     timed = "tool_seconds" in found
     print(f"{'key':<16}{'hits':>7}{'hit rate':>10}{'wrong outputs':>15}" + ("    tool time saved" if timed else ""))
     for row in found["keys"]:
