@@ -23,7 +23,7 @@ def test_csv_and_json_say_the_same(tmp_path: Path) -> None:
         ("", "at least one row"),
         ("time_s,rate\n", "at least one row"),
         ("time_s,rate\n1,1\n", "first row must be at time 0"),
-        ("time_s,rate\n0,1\n5,1\n5,1\n", "must be after that of row 1"),
+        ("time_s,rate\n0,1\n5,1\n5,1\n", "must be after 5.0, the row before"),
         ("time_s,rate\n0,0\n", "row 0.rate"),
         ("time_s,rate\n0,nan\n", "row 0.rate"),
         ("time_s,rate\n0\n", "row 0.rate"),
