@@ -18,7 +18,7 @@ import numpy as np
 
 from atlas.cost.arrange import Arrangement, arrange
 from atlas.cost.cluster_arrays import GIB
-from atlas.cost.compute import head_flops, layer_attention_flops, layer_matrix_flops, pricing
+from atlas.cost.compute import flops_per_token, pricing
 from atlas.cost.memory import memory_rule, peak_memory
 from atlas.cost.price import Tcp, can_share, layout, price
 from atlas.cost.table import Costs
@@ -124,7 +124,7 @@ class Result:
             "gap": iteration_s / (self.bound.ns / 1e9) if self.bound.ns else None,
             "steady_s": self.timeline.iteration_ns / 1e9 if self.timeline is not self.single else None,
             "tokens_per_s": tokens / iteration_s if iteration_s else None,
-            "mfu": _model_flops(job) * tokens / iteration_s / _peak_flops(self.case) if iteration_s else None,
+            "mfu": flops_per_token(job.model) * tokens / iteration_s / _peak_flops(self.case) if iteration_s else None,
             "fits": peak <= cap,
             "peak_gib": peak / GIB,
             "memory_gib": cap / GIB,
@@ -152,13 +152,6 @@ def _tightest(case: Case, program: Program) -> tuple[int, int]:
 
 def _num_gpus(case: Case) -> int:
     return case.job.tp * case.job.pp * case.layout.num_pipelines * case.job.cells
-
-
-def _model_flops(job: Job) -> float:
-    """FLOPs per token of forward and backward, recompute not counted: what MFU counts as useful."""
-    model = job.model
-    layer = layer_matrix_flops(model, 1) + layer_attention_flops(model, 1)
-    return 3 * (model.layers * layer + head_flops(model, 1)) / model.seq_len
 
 
 def _peak_flops(case: Case) -> float:

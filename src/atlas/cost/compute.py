@@ -122,11 +122,6 @@ class PieceTime(NamedTuple):
     def backward_s(self) -> float:
         return self.input_s + self.weight_s
 
-    @property
-    def microbatch_s(self) -> float:
-        """Total seconds of one microbatch."""
-        return self.forward_s + self.recompute_s + self.backward_s
-
 
 @dataclass(frozen=True)
 class ModelTime:
@@ -267,10 +262,9 @@ def measured(job: Job, entry: Entry, fallback: ModelTime) -> ModelTime:
         update_s = analytic_piece.update_s if measure.update_s is None else measure.update_s
         return PieceTime(measure.forward_s, again_s or 0.0, measure.backward_s - weight_s, weight_s, update_s)
 
-    layers = entry.layers or (entry.layer,) * job.model.layers
     return ModelTime(
         piece(entry.embedding, fallback.embedding, recomputed=False),
-        tuple(piece(one, fallback.layers[0], recomputed=True) for one in layers if one is not None),
+        tuple(piece(one, fallback.layers[0], recomputed=True) for one in entry.each_layer(job.model.layers)),
         piece(entry.head, fallback.head, recomputed=False),
     )
 

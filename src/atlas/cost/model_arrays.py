@@ -26,7 +26,7 @@ from atlas.cost.compute import (
     model_times,
     peer_bps,
 )
-from atlas.cost.profile import Entry, Piece, entry_of
+from atlas.cost.profile import entry_of
 from atlas.cost.runtimes import RUNTIMES
 from atlas.errors import SpecError
 from atlas.spec.job import Job
@@ -36,54 +36,20 @@ FORWARD, RECOMPUTE, INPUT, WEIGHT, UPDATE = range(5)
 
 
 # ---- sizes of the pieces -------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class PieceSize:
-    """One piece."""
-
-    params: float
-    """Of the whole tp group."""
-    activation_bytes: float
-    """On one GPU, of one microbatch."""
-
-
-@dataclass(frozen=True)
-class ModelSize:
-    """A whole model on one GPU type."""
-
-    embedding: PieceSize
-    layers: tuple[PieceSize, ...]
-    head: PieceSize
-
-
-def model_size(job: Job, gpu: str) -> ModelSize:
-    """By shape; where the job's profile has measured sizes for the GPU type, by those."""
+def piece_sizes(job: Job, gpu: str) -> tuple[list[float], list[float]]:
+    """Of embedding, LM head and each layer: parameters over the whole tp group, and activations on one GPU of one
+    microbatch. By shape; where the job's profile has measured sizes for the GPU type, by those."""
     model = job.model
-    embedding = PieceSize(embedding_params(model), 0.0)
-    layer = PieceSize(layer_params(model), layer_activation_bytes(job))
     # Logits, and what the loss keeps of them.
     logits = 2.0 * job.microbatch * model.seq_len * model.vocab * job.element_bytes / job.tp
-    head = PieceSize(head_params(model), logits)
-    if job.profile is None:
-        return ModelSize(embedding, (layer,) * model.layers, head)
-    entry = entry_of(job, job.profile, gpu)
-    return ModelSize(
-        _measured(job, entry.embedding, embedding),
-        tuple(_measured(job, one, layer) for one in _layers(job, entry)),
-        _measured(job, entry.head, head),
-    )
-
-
-def _layers(job: Job, entry: Entry) -> tuple[Piece, ...]:
-    if entry.layers is not None:
-        return entry.layers
-    assert entry.layer is not None
-    return (entry.layer,) * job.model.layers
-
-
-def _measured(job: Job, piece: Piece, by_shape: PieceSize) -> PieceSize:
-    params = by_shape.params if piece.params is None else piece.params * job.tp
-    found = by_shape.activation_bytes if piece.activation_bytes is None else piece.activation_bytes
-    return PieceSize(params, found)
+    params: list[float] = [embedding_params(model), head_params(model), *[layer_params(model)] * model.layers]
+    held = [0.0, logits, *[layer_activation_bytes(job)] * model.layers]
+    if job.profile is not None:
+        entry = entry_of(job, job.profile, gpu)
+        for k, piece in enumerate((entry.embedding, entry.head, *entry.each_layer(model.layers))):
+            params[k] = params[k] if piece.params is None else piece.params * job.tp
+            held[k] = held[k] if piece.activation_bytes is None else piece.activation_bytes
+    return params, held
 
 
 def layer_activation_bytes(job: Job) -> float:
@@ -172,7 +138,7 @@ def model_arrays(job: Job, cluster: ClusterArrays, required: Collection[str] = (
     """At the job's tp and microbatch size. A datacenter of `required` that has no price is a SpecError."""
     times = model_times(job)
     known: dict[object, int] = {}
-    found: list[tuple[ModelTime, ModelSize] | None] = []
+    found: list[tuple[ModelTime, tuple[list[float], list[float]]] | None] = []
     which = []
     for dc in cluster.spec.datacenters:
         key = dc.gpu, peer_bps(job, dc)
@@ -180,7 +146,7 @@ def model_arrays(job: Job, cluster: ClusterArrays, required: Collection[str] = (
             known[key] = len(found)
             found.append(None)
             with suppress(*(() if dc.name in required else (SpecError,))):
-                found[-1] = times(dc.name), model_size(job, dc.gpu)
+                found[-1] = times(dc.name), piece_sizes(job, dc.gpu)
         which.append(known[key])
     columns = [_columns(job, one) for one in found]
     at = np.array(which)
@@ -199,14 +165,14 @@ def model_arrays(job: Job, cluster: ClusterArrays, required: Collection[str] = (
     )
 
 
-def _columns(job: Job, found: tuple[ModelTime, ModelSize] | None) -> tuple[Floats, Floats, Floats]:
+def _columns(
+    job: Job, found: tuple[ModelTime, tuple[list[float], list[float]]] | None
+) -> tuple[Floats, Floats, Floats]:
     """On one GPU type, of embedding, LM head and each layer: [5, 2 + L] seconds, [2 + L] parameters; and activations of
     a layer and of the LM head."""
     if found is None:
         pieces = 2 + job.model.layers
         return np.full((5, pieces), np.inf), np.full(pieces, np.inf), np.full(2, np.inf)
-    time, size = found
-    params = [piece.params for piece in (size.embedding, size.head, *size.layers)]
-    layer_bytes = sum(piece.activation_bytes for piece in size.layers) / len(size.layers)
+    time, (params, (_, head_bytes, *layers_bytes)) = found
     seconds = np.array([time.embedding, time.head, *time.layers]).T
-    return seconds, np.array(params, np.float64), np.array([layer_bytes, size.head.activation_bytes])
+    return seconds, np.array(params, np.float64), np.array([sum(layers_bytes) / len(layers_bytes), head_bytes])

@@ -87,6 +87,13 @@ class Entry(Frozen):
     head: Piece = Piece(forward_s=0.0, backward_s=0.0)
     """LM head and loss, on the last stage."""
 
+    def each_layer(self, count: int) -> tuple[Piece, ...]:
+        """The layers one by one, also where they are alike."""
+        if self.layers is not None:
+            return self.layers
+        assert self.layer is not None, "`load_profile` requires one of the two"
+        return (self.layer,) * count
+
 
 class Profile(Frozen):
     """A profile file."""
