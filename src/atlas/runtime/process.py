@@ -53,6 +53,7 @@ from atlas.runtime.hardware import make_device
 from atlas.runtime.kineto import KinetoRecorder
 from atlas.runtime.messages import MessageWriter, error_message
 from atlas.runtime.record import StepRecord
+from atlas.runtime.start_times import StartTimes
 from atlas.runtime.waits import Filler, load_filler
 from atlas.runtime.worker import Worker
 from atlas.wan.transport.stream_slot import Faults
@@ -153,7 +154,7 @@ def _work(assignment: Assignment, messages: TextIO, out: MessageWriter, follower
         nonlocal faults, retransmits
         before, faults = faults, worker.links.main.faults
         if record.first_step == assignment.first_step:
-            worker.stage_set.times.finish("first step")
+            times.finish("first step")
         sent_before, retransmits = retransmits, worker.links.main.num_retransmits
         host_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         told = {
@@ -164,16 +165,15 @@ def _work(assignment: Assignment, messages: TextIO, out: MessageWriter, follower
         }
         out.send({**record.to_json(skew_ns), **told})
 
-    began_s = time.monotonic()
+    times = StartTimes()
     filler, device = _filler(assignment), make_device(assignment.device)
-    device_s = time.monotonic() - began_s
+    times.note("device")
     device.on_failure(out.fail)
     worker = Worker(
         assignment, device, followers=followers, filler=filler, on_step=on_step,
         on_saved=lambda id: out.send({"saved": id}), on_copied=lambda id: out.send({"copied": id}),
-        circuits=WorkerCircuits.of(assignment, lambda news: out.send({"circuits": news})),
+        circuits=WorkerCircuits.of(assignment, lambda news: out.send({"circuits": news})), times=times,
     )  # fmt: skip
-    worker.stage_set.times.put_first("device", device_s)
     kineto = KinetoRecorder.of(worker.role.number * assignment.tp, worker.last_step)
     worker.names_ops = kineto is not None
     if kineto is not None:
@@ -191,7 +191,7 @@ def _work(assignment: Assignment, messages: TextIO, out: MessageWriter, follower
     gc.freeze()  # existing objects stay: no collection visits them in the middle of a step
     threading.Thread(target=_handle_all, args=(messages, worker, stop_control, out), daemon=True).start()
     may_begin = stop_control.may_begin if kineto is None else kineto.before(stop_control.may_begin)
-    worker.stage_set.times.note("start signal")
+    times.note("start signal")
     worker.run(message["start_ns"] - skew_ns, may_begin)
     worker.links.main.save_records()
     if kineto is not None:
@@ -212,7 +212,7 @@ def _end(worker: Worker, device: Device) -> dict[str, Any]:
         "copied": device.copied(),
         "compiled": worker.stage_set.backend,
         "peak_bytes": device.peak_bytes(),
-        "start_s": worker.stage_set.times.seconds,
+        "start_s": worker.times.seconds,
     }
 
 

@@ -28,7 +28,6 @@ from atlas.runtime.models.task import DecoderTask
 from atlas.runtime.models.tied import join
 from atlas.runtime.optimizer import FlatSlice, clip_factor, make_optimizer, norms_of, squares_of
 from atlas.runtime.stage import Stage
-from atlas.runtime.start_times import StartTimes
 from atlas.runtime.sync import GradientSync
 from atlas.runtime.training import make_task
 from atlas.runtime.waits import Pending, Wait
@@ -42,7 +41,6 @@ class StageSet:
     stage_kind = Stage
 
     def __init__(self, assignment: Assignment, role: WorkerRole, device: Device) -> None:
-        self.times = StartTimes()
         program, training = role.program, assignment.training
         self.assignment, self.role, self.device = assignment, role, device
         self.backend = available(training.compile, device.place, assignment.tp)
@@ -71,7 +69,6 @@ class StageSet:
         self._norms: Tensor | None = None
         self.sync: GradientSync | None = None
         """None without other pipelines."""
-        self.times.note("stages")
 
     def _stepped(self, stage: Stage) -> FlatSlice:
         mine = stage.flat.slice_of(self.role.pipeline)

@@ -25,10 +25,6 @@ class StartTimes:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now_s - self._last_s
         self._last_s = now_s
 
-    def put_first(self, phase: str, took_s: float) -> None:
-        """A phase that ended before the first one."""
-        self.seconds = {phase: took_s, **self.seconds}
-
     def finish(self, phase: str) -> None:
         """As `note`, for the last one."""
         self.note(phase)

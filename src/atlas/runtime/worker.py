@@ -31,6 +31,7 @@ from atlas.runtime.pipeline_group import PipelineGroup
 from atlas.runtime.record import Recorder, StepRecord
 from atlas.runtime.saving import Saving, resume
 from atlas.runtime.stage_set import StageSet
+from atlas.runtime.start_times import StartTimes
 from atlas.runtime.sync import GlobalNorm, TiedEnds
 from atlas.runtime.transfers import StageInput, Transfers
 from atlas.runtime.waits import Filler, Pending, Position, Wait, Waits, WorkerFacts
@@ -67,8 +68,9 @@ class Worker:
         on_saved: Callable[[SaveId], None] = lambda id: None,
         on_copied: Callable[[SaveId], None] = lambda id: None,
         circuits: WorkerCircuits | None = None,
+        times: StartTimes | None = None,
     ) -> None:
-        """`followers`: the other processes that share its stages, with tensor parallelism."""
+        """`followers`: the other processes that share its stages, with tensor parallelism. `times`: of its start."""
         self.assignment, self.device, self.training = assignment, device, assignment.training
         self.circuits = circuits if circuits is not None and circuits.has_ring else None
         self._on_copied = on_copied
@@ -81,19 +83,20 @@ class Worker:
         self.compute_ns = np.array(assignment.compute_ns, np.int64).reshape(-1, NUM_KINDS)
         if not len(self.compute_ns):
             self.compute_ns = np.zeros((program.num_stages, NUM_KINDS), np.int64)
+        self.times = times or StartTimes()
         self.stage_set = self._hold(followers)
+        self.times.note("stages")
         self.task, self.stages = self.stage_set.task, self.stage_set.stages
         self.saving = None
         if assignment.save is not None:
             resume(assignment.save, self.stage_set)
             self.saving = Saving(assignment.save, self.stage_set, on_saved)
-            self.stage_set.times.note("checkpoint")
+            self.times.note("checkpoint")
         self.links = WorkerLinks(self.role, assignment, direct=device.is_thread and filler is None and circuits is None)
         shape, dtype = self.task.activation_shape, self.task.dtype
         self.transfers = Transfers(self.links, device, shape, dtype, self._needs(), circuits)
         self.pipeline_group = PipelineGroup(assignment, self.links)
-        self.tied = TiedEnds(self.links)
-        self.norm = GlobalNorm(self.links)
+        self.tied, self.norm = TiedEnds(self.links), GlobalNorm(self.links)
         self.waits = Waits(assignment.patience_s, filler)
         self.recorder = Recorder(on_step)
         self.last_step = assignment.first_step + assignment.num_steps - 1
@@ -142,9 +145,9 @@ class Worker:
         self.pipeline_group.join(self.stage_set)
         if self.saving is not None:
             self.saving.start_copying(self.links, self._on_copied)
-        self.stage_set.times.note("connections")
+        self.times.note("connections")
         self.stage_set.warm_up()
-        self.stage_set.times.note("warm-up")
+        self.times.note("warm-up")
         role, filler, id = self.role, self.assignment.filler, program_id(self.assignment.program)
         host, security = "127.0.0.1" if filler is None else filler.host, self.links.main.security
         facts = WorkerFacts(
