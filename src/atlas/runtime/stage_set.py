@@ -94,8 +94,9 @@ class StageSet:
         )
 
     def _recomputes_by_layer(self, stage: int) -> bool:
-        """Where every recompute is directly before its backward, and the layers' inputs of all microbatches in flight
-        take less than the activations of the layers that need not exist at once: never more than the planner counts."""
+        """Whether a stage recomputes layer by layer, inside the backward: if every recompute is directly before its
+        backward, and if a layer's inputs of all microbatches in flight, which are kept for it, take less memory than
+        the layer's activations. So a stage never takes more memory than the planner counts."""
         program, config = self.role.program, self.task.config
         ops = [op for op in program.ops(self.role.worker) if op.stage == stage and op.kind <= Kind.W]
         recomputes = [(op, then) for op, then in itertools.pairwise(ops) if op.kind == Kind.R]

@@ -48,7 +48,7 @@ def own_slice(exchange: Exchange, flat: Tensor) -> slice:
 
 
 class CombinedHandle(Handle):
-    """Done when all handles are that were passed to `follow`."""
+    """Done when all handles passed to `follow` are done."""
 
     def follow(self, others: Sequence[Pending]) -> None:
         handles = [other for other in others if isinstance(other, Handle)]

@@ -26,7 +26,7 @@ Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class InputHalf(NamedTuple):
-    """What I gives."""
+    """The result of I."""
 
     x_gradient: Tensor | None
     direct: list[tuple[Tensor, Tensor]]

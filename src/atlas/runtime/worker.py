@@ -253,7 +253,7 @@ class Worker:
 
     # ---- the end of an iteration -------------------------------------------------------------------------------------
     def _begin_sync(self, op: Op, now: ProgramPass) -> None:
-        """Start to sum a stage's gradients when its last one is computed, or where circuits change at SYNC."""
+        """Start to sum a stage's gradients when its last one is computed; if circuits change, at SYNC."""
         if self.circuits is None and self.stages[op.stage].gradients.num_added == self.program.num_microbatches:
             step = now.first_step + op.microbatch // self.program.num_microbatches
             self.stage_set.begin_sum(step, op.stage)
