@@ -54,7 +54,20 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "launch"))
 from common.host import Others
 from common.report import Report, not_measured
-from lab.site_runs import ATLAS, CUT_S, KINDS, LIMIT_S, PATH, RENDEZVOUS, SAVE_EVERY, SiteRun, end, job_text, train
+from lab.site_runs import (
+    ATLAS,
+    BLOCK_S,
+    CUT_S,
+    KINDS,
+    LIMIT_S,
+    PATH,
+    RENDEZVOUS,
+    SAVE_EVERY,
+    SiteRun,
+    end,
+    job_text,
+    train,
+)
 from lab.sites import DNAT, FILTERED, PORTS, PUBLIC, Sites, certificates, is_local, missing
 from process_trees import below
 
@@ -134,19 +147,22 @@ def span_of(plain: SiteRun, nat: SiteRun, *, control: bool, others_cores: float)
 def measure_span(
     base: Path, num_steps: int, *, number: int, control: bool, longer_ms: float
 ) -> tuple[Span, list[SiteRun]]:
-    path = replace(PATH, latency_s=PATH.latency_s + longer_ms / 1e3)
-    with Sites(KINDS, PATH, nat=False) as without, Sites(KINDS, path, nat=not control) as behind:
-        plain = SiteRun(base / f"{number}-plain", without, num_steps)
-        nat = SiteRun(base / f"{number}-nat", behind, num_steps)
+    longer = replace(PATH, latency_s=PATH.latency_s + longer_ms / 1e3)
+    kinds = [("plain", PATH, False), ("nat", longer, not control)]
+    runs: dict[str, SiteRun] = {}
+    with contextlib.ExitStack() as stack:
+        for name, path, nat in kinds if number % 2 else reversed(kinds):  # neither is always the first
+            sites = stack.enter_context(Sites(KINDS, path, nat=nat))
+            runs[name] = SiteRun(base / f"{number}-{name}", sites, num_steps)
         others = Others()
-        train(*((plain, nat) if number % 2 else (nat, plain)))
-        span = span_of(plain, nat, control=control, others_cores=others.cores)
-        span = replace(span, longer_ms=longer_ms)
-    took = [f"{run.iteration_s * 1e3:.1f} ms" for run in (plain, nat)]
+        train(*runs.values())
+        span = span_of(runs["plain"], runs["nat"], control=control, others_cores=others.cores)
+    span = replace(span, longer_ms=longer_ms)
+    took = [f"{run.iteration_s * 1e3:.1f} ms" for run in (runs["plain"], runs["nat"])]
     blocks = f"{len(span.plain_s)} blocks, {span.num_late} more with a late emulator"
     ratio = f"ratio {span.ratio:.4f}" if span.plain_s else "no ratio"
     print(f"# without NAT {took[0]}, {'control' if control else 'behind it'} {took[1]}: {ratio}, {blocks}", flush=True)
-    return span, [plain, nat]
+    return span, list(runs.values())
 
 
 def measure_cost(report: Report, base: Path, args: argparse.Namespace) -> list[SiteRun]:
@@ -162,8 +178,7 @@ def measure_cost(report: Report, base: Path, args: argparse.Namespace) -> list[S
             with args.keep.open("a") as file:
                 file.write(json.dumps(asdict(span)) + "\n")
     for kind in sorted({(span.longer_ms, not span.control) for span in spans}):
-        if found := [span for span in spans if (span.longer_ms, not span.control) == kind and span.plain_s]:
-            report_ratio(report, found)
+        report_ratio(report, [span for span in spans if (span.longer_ms, not span.control) == kind])
     return runs
 
 
@@ -172,6 +187,11 @@ def report_ratio(report: Report, spans: Sequence[Span]) -> None:
     control, longer_ms = spans[0].control, spans[0].longer_ms
     kind = "control, both without NAT" if control else "behind NAT over without"
     kind += f", one over paths {longer_ms:g} ms longer" if longer_ms else ""
+    name = f"{kind}: iteration, geometric mean of spans"
+    spans = [span for span in spans if span.plain_s]
+    if not spans:
+        report.void(name, f"no block of {BLOCK_S:g} s has {MIN_STEPS} steps of both runs. Stop other processes")
+        return
     ratios = [span.ratio for span in spans]
     plain_s = [statistics.median(span.plain_s) for span in spans]
     report.figure(f"{kind}: spans", len(spans), "")
@@ -181,7 +201,6 @@ def report_ratio(report: Report, spans: Sequence[Span]) -> None:
     report.figure(f"{kind}: iteration without NAT, median", statistics.median(plain_s) * 1e3, "ms")
     report.figure(f"{kind}: smallest ratio of a span", min(ratios), "x")
     report.figure(f"{kind}: largest ratio of a span", max(ratios), "x")
-    name = f"{kind}: iteration, geometric mean of spans"
     found = interval(ratios)
     if found is None:
         report.void(name, "one span has no interval: give --spans 2 or more")

@@ -94,6 +94,9 @@ def test_the_cost_of_nat_is_judged_only_if_the_bar_is_outside_its_interval(capsy
     assert verdict(1.10, 1.11, 1.12, 1.10) is False
     assert verdict(0.90, 1.01, 1.12, 1.00) is None, "the interval has the bar in it"
     assert verdict(1.00) is None, "one span has no interval"
+    report = Report("NAT", "no NAT")
+    report_ratio(report, [Span(False, [], [], 3, 0.1)])
+    assert "no block of 5 s" in report.rows[-1]["skipped"]
 
 
 def test_a_block_with_a_late_emulator_or_few_steps_does_not_count() -> None:
