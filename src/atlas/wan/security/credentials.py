@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import logging
-import os
 import socket
 import ssl
 import stat
@@ -156,7 +155,7 @@ def _check_key_file(path: Path) -> None:
         mode = stat.S_IMODE(path.stat().st_mode)
     except OSError as error:
         raise AtlasError(f"{path}: {error.strerror}. Make certificates with `atlas wan certs`") from None
-    if os.name == "posix" and mode & 0o077:
+    if mode & 0o077:
         raise AtlasError(f"{path} is readable by other users (mode {mode:o}): run chmod 600 on it")
 
 

@@ -24,10 +24,8 @@ from atlas.wan.transport.wire import HEADER_BYTES, MAX_CHUNK_BYTES
 
 TICK_S = 0.5
 """How often a blocked read or write checks for an abort and for timeouts."""
-# Not all versions of Python have these names; the numbers are Linux's.
-NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)
-MAX_PACING_RATE = getattr(socket, "SO_MAX_PACING_RATE", 47)
-CONGESTION = getattr(socket, "TCP_CONGESTION", 13)
+MAX_PACING_RATE = 47
+"""SO_MAX_PACING_RATE, which Python does not name."""
 UNPACED = 0xFFFFFFFF
 """SO_MAX_PACING_RATE without a limit."""
 MIN_BATCH_BYTES, MAX_BATCH_BYTES = 4 * 1024, 512 * 1024
@@ -216,7 +214,7 @@ class SocketStream:
             pace = UNPACED if not pacing_bps else min(UNPACED - 1, max(1, int(pacing_bps / 8)))
             packed = struct.pack("=Q", pace) if pace > 1 << 31 else pace
             with contextlib.suppress(OSError):
-                self.sock.setsockopt(socket.IPPROTO_TCP, NOTSENT_LOWAT, lowat_bytes)
+                self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, lowat_bytes)
             with contextlib.suppress(OSError):
                 self.sock.setsockopt(socket.SOL_SOCKET, MAX_PACING_RATE, packed)
 
@@ -234,7 +232,7 @@ class SocketStream:
                 if self._closed:
                     return None
                 raw = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
-        except (OSError, AttributeError):
+        except OSError:
             return None
         if len(raw) < TCP_INFO_BYTES:
             return None
@@ -272,7 +270,7 @@ def set_congestion_control(sock: socket.socket, *, near: bool) -> None:
     """Bbr between datacenters, if the kernel allows it. Not inside one, where its pacing halves the throughput."""
     for name in (b"cubic", b"reno") if near else (b"bbr",):
         with contextlib.suppress(OSError):
-            sock.setsockopt(socket.IPPROTO_TCP, CONGESTION, name)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name)
             return
 
 

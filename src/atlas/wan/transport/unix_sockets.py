@@ -3,7 +3,7 @@ address, and a client that connects to the address tries the Unix socket first. 
 
 The name is in the abstract namespace: visible in this network namespace only, nothing on disk, gone with its process.
 Both ends check that the other belongs to the same user, because any user may take such a name. A proxy listens at an
-address of its own, without a Unix socket, so emulated paths are not bypassed. Linux only; TCP elsewhere.
+address of its own, without a Unix socket, so emulated paths are not bypassed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import ipaddress
 import os
 import socket
 import struct
-import sys
 
 from atlas.wan.transport.base import Address
 
@@ -50,7 +49,7 @@ def dial_unix(address: Address, kind: str = "wan") -> socket.socket | None:
 
 
 def is_unix(sock: socket.socket) -> bool:
-    return sock.family == getattr(socket, "AF_UNIX", None)
+    return sock.family == socket.AF_UNIX
 
 
 def is_other_user(sock: socket.socket) -> bool:
@@ -69,7 +68,7 @@ def peer_host(sock: socket.socket) -> str:
 def can_be_unix(address: Address) -> bool:
     """Whether a listener at `address` has a Unix socket too."""
     try:
-        return sys.platform == "linux" and ipaddress.ip_address(address[0]).is_loopback
+        return ipaddress.ip_address(address[0]).is_loopback
     except ValueError:
         return False
 
