@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from atlas.wan.transport.base import report
+from atlas.wan.transport.base import guarded, report
 from atlas.wan.transport.stream import SocketStream
 
 READERS, WRITERS, DIALERS = 8, 4, 4
@@ -56,10 +56,7 @@ class JobThreads:
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            try:
-                job()
-            except Exception as error:  # a bug: other streams go on
-                report(error)
+            guarded(job)
             with self._lock:
                 self._num_idle += 1
 
@@ -75,8 +72,8 @@ class WatchedStream:
 class StreamReaders:
     """Threads that wait together for many streams. An event wakes one of them."""
 
-    def __init__(self, name: str, max_threads: int = READERS) -> None:
-        self.name, self.max_threads = name, max_threads
+    def __init__(self, name: str) -> None:
+        self.name = name
         self._epoll = select.epoll()
         self._watched: dict[int, WatchedStream] = {}
         self._lock = threading.Lock()
@@ -91,7 +88,7 @@ class StreamReaders:
         watched = WatchedStream(stream, read, ended)
         with self._lock:
             self._watched[stream.sock.fileno()] = watched
-            if len(self._threads) < min(self.max_threads, len(self._watched)):
+            if len(self._threads) < min(READERS, len(self._watched)):
                 thread = threading.Thread(target=self._run, daemon=True, name=f"{self.name} {len(self._threads)}")
                 self._threads.append(thread)
                 thread.start()
@@ -125,10 +122,7 @@ class StreamReaders:
             del self._watched[descriptor]
         with contextlib.suppress(OSError):
             self._epoll.unregister(descriptor)
-        try:
-            watched.ended()
-        except Exception as error:
-            report(error)
+        guarded(watched.ended)
 
 
 class SharedThreads:
