@@ -182,8 +182,7 @@ class PrefillEngine:
         """It, and other prompts that wait for the same layer, up to `batch_tokens`. All of them are delivered when the
         last of them would be without a batch, so that must be before the deadline of each."""
         assert lead.job is not None
-        assert lead.job.piece is not None
-        found, pieces = [lead], [lead.job.piece]
+        found, pieces = [lead], [lead.job.next_piece]
         due_ns, planned_ns, widest = lead.task.due_ns, lead.task.planned_ns, lead.task.length
         for offer in self._runnable() if self.batch_tokens > 1 and len(self._offers) > 1 else ():
             job, task = offer.job, offer.task
@@ -203,10 +202,9 @@ class PrefillEngine:
     def _launch(self, offers: Sequence[_Offer], begin: Begin) -> BegunPiece:
         jobs, pieces = [offer.job for offer in offers if offer.job is not None], list[PrefillPiece]()
         for offer, job in zip(offers, jobs, strict=True):
-            assert job.piece is not None
-            pieces.append(job.piece)
+            pieces.append(job.next_piece)
             if job.begins_chunk and offer.task.stage:
-                data = offer.inputs[job.piece.chunk].wait(0)
+                data = offer.inputs[job.next_piece.chunk].wait(0)
                 x = torch.frombuffer(data, dtype=self.shard.dtype)
                 job.feed(self._staging.into(x.view(1, -1, self.shard.config.width)))
         whole = together(pieces)

@@ -117,6 +117,11 @@ class PrefillJob:
         return self._pieces[self._next] if self._next < len(self._pieces) else None
 
     @property
+    def next_piece(self) -> PrefillPiece:
+        """Of a job that is not done."""
+        return self._pieces[self._next]
+
+    @property
     def begins_chunk(self) -> bool:
         """Whether the next piece needs the activations of another stage (or the tokens)."""
         piece = self.piece
@@ -140,8 +145,7 @@ class PrefillJob:
 
     def input(self) -> Tensor:
         """The activations that the next piece starts from, [1, L, D]."""
-        piece = self.piece
-        assert piece is not None, "the job is done"
+        piece = self.next_piece
         first, last = self.task.chunks[piece.chunk]
         if self.begins_chunk and self.shard.cut.has_embedding:
             self.feed(self.shard.embed(self._tokens[first:last], first))
@@ -151,8 +155,7 @@ class PrefillJob:
 
     def finish(self, y: Tensor) -> PieceResult:
         """The next piece has run, with this result."""
-        piece = self.piece
-        assert piece is not None, "the job is done"
+        piece = self.next_piece
         self._next += 1
         if piece.layer == HEAD:
             return PieceResult(None, y.clone())
@@ -169,17 +172,12 @@ class PrefillJob:
 
 def run_pieces(jobs: Sequence[PrefillJob]) -> list[PieceResult]:
     """Runs the next piece of each; all are of the same layer."""
-    shard, layer = jobs[0].shard, _next_piece(jobs[0]).layer
+    shard, layer = jobs[0].shard, jobs[0].next_piece.layer
     xs = [job.input() for job in jobs]
     if layer == HEAD:
         return [job.finish(y) for job, y in zip(jobs, shard.logits(*xs), strict=True)]
     ys = shard.layers(layer, xs, [job.slabs[layer] for job in jobs])
     return [job.finish(y) for job, y in zip(jobs, ys, strict=True)]
-
-
-def _next_piece(job: PrefillJob) -> PrefillPiece:
-    assert job.piece is not None, "the job is done"
-    return job.piece
 
 
 def together(pieces: Sequence[PrefillPiece]) -> PrefillPiece:

@@ -107,23 +107,18 @@ class ModelShard:
     @torch.inference_mode()
     def layer(self, index: int, x: Tensor, slab: KvSlab) -> Tensor:
         """One layer of one chunk; appends the chunk's keys and values to the slab."""
-        positions = torch.arange(slab.length, slab.length + x.shape[1], device=self.arena.device)
-        with self.arena.workspace(), sdpa_kernel(FOR_ANY_SHAPE):
-            y: Tensor = self.decoder.layers[str(index)](x, positions, slab)[0]
-        return y
+        return self.layers(index, [x], [slab])[0]
 
     @torch.inference_mode()
     def layers(self, index: int, xs: Sequence[Tensor], slabs: Sequence[KvSlab]) -> Sequence[Tensor]:
-        """One layer of chunks of several prompts."""
-        if len(xs) == 1:
-            return [self.layer(index, xs[0], slabs[0])]
-        lengths = [x.shape[1] for x in xs]
+        """One layer of chunks of one or several prompts."""
+        lengths, is_one = [x.shape[1] for x in xs], len(xs) == 1
         starts = [
             torch.arange(s.length, s.length + n, device=self.arena.device) for s, n in zip(slabs, lengths, strict=True)
         ]
         with self.arena.workspace(), sdpa_kernel(FOR_ANY_SHAPE):
-            packed, positions = PackedSlabs(slabs, lengths), torch.cat(starts)
-            y: Tensor = self.decoder.layers[str(index)](torch.cat(list(xs), dim=1), positions, packed)[0]
+            x, kv = (xs[0], slabs[0]) if is_one else (torch.cat(list(xs), dim=1), PackedSlabs(slabs, lengths))
+            y: Tensor = self.decoder.layers[str(index)](x, torch.cat(starts), kv)[0]
         return torch.split(y, lengths, dim=1)
 
     @torch.inference_mode()
