@@ -45,7 +45,7 @@ class Parcel:
     expected_s: float = math.inf
     """When it is expected to be released; `expires_s` is the latest."""
     on_release: Callable[[], None] = lambda: None
-    """Tells the workers that have it."""
+    """Sends the release to the workers that have it."""
     _arrived: list[set[tuple[int, int]]] = field(default_factory=list)
 
     def put(self, block: KvBlock) -> None:

@@ -98,7 +98,7 @@ class PrefillEngine:
         self._gone: list[_Offer] = []
         """Dropped; their memory is freed on the device's thread."""
         self.changed = threading.Event()
-        """Set when there may be a new piece to run; whoever waits for it clears it before looking."""
+        """Set when there may be a new piece to run. A thread that waits for it clears it before it looks for one."""
 
     # ---- from any thread ---------------------------------------------------------------------------------------
     def offer(self, task: PrefillTask, tokens: Sequence[int] = (), cached: Sequence[Tensor] = ()) -> None:

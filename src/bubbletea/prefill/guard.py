@@ -46,7 +46,7 @@ class Guard:
         self._anchor = _Anchor(-1, 0)
 
     def expect(self, risk: float, expected_ns: Mapping[int, int]) -> None:
-        """Another service: its risk, and what its schedule says. Observed waits are kept."""
+        """Sets the risk and the waits of the schedule, for another service. Observed waits are kept."""
         self.risk, self._expected_ns = risk, dict(expected_ns)
 
     def wait_ns(self, index: int, began_ns: int) -> int:

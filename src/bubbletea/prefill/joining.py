@@ -45,7 +45,7 @@ class WorkerIdentity:
     """Reserved for prefill before training; 0: as much as the service wants."""
     security: Security = field(default_factory=Security, compare=False)
 
-    def said(self, transport: list[Any], parts: Sequence[Any]) -> dict[str, Any]:
+    def greeting(self, transport: list[Any], parts: Sequence[Any]) -> dict[str, Any]:
         return {
             "name": self.name,
             "datacenter": self.datacenter,
@@ -72,13 +72,13 @@ def dial(address: str) -> socket.socket:
 
 def join(place: ServicePlace, me: WorkerIdentity, transport: list[Any], parts: Sequence[Any] = ()) -> ServiceLink:
     """`parts`: where decode engines fetch from this worker (host, port, whether they need a certificate). Raises
-    OSError if nobody is there, JoinRefused if the service refuses this worker, WorkerError if it is not the
+    OSError if nothing listens there, JoinRefused if the service refuses this worker, WorkerError if it is not the
     right one."""
     sock = dial(place.address)
     try:
         connection = _protected(sock, place, me)
         before_ns = time.monotonic_ns()
-        answer = greet(connection, place.token, me.said(transport, parts))
+        answer = greet(connection, place.token, me.greeting(transport, parts))
         offset_ns = int(answer.get("now_ns", 0)) - (before_ns + time.monotonic_ns()) // 2
         if "refused" in answer:
             raise JoinRefused(str(answer["refused"]))

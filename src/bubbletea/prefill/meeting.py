@@ -2,7 +2,7 @@
 writes its address and a token. Workers read it whenever they have no connection, so a service may start late, end,
 and return at another address. Hosts without a shared file system get a copy of the file.
 
-Files of other users are refused: whoever writes the file gets the workers. Knows files; connects to nothing but an
+Files of other users are refused: workers connect to the address in the file. Knows files; connects to nothing but an
 address that another service has left there.
 """
 

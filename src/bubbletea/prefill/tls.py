@@ -36,7 +36,7 @@ class TlsSocket:
             left = left[sent:]
 
     def shutdown(self, how: int) -> None:
-        socket.socket.shutdown(self._tls, how)  # without TLS's own farewell, for which a reader would have to stop
+        socket.socket.shutdown(self._tls, how)  # without TLS's close_notify, for which a reader would have to stop
 
     def close(self) -> None:
         self._tls.close()

@@ -36,8 +36,8 @@ With 64 KB, paths of 100 Mbit/s were paced too, and the first arrival of a cell 
 PACE, LEAD_S = 1.25, 0.003
 """The pace over the known rate, and how early a chunk leaves before the one before it is on the path."""
 SWIFT_S, SWIFT_BYTES, KERNEL_BYTES = 10.0, 8 * 1024, 32 * 1024
-"""How long a quick chunk shows what a slow path can do; its least size; and what of it the kernel holds at most when it
-has accepted the last byte."""
+"""How long the rate of a fast chunk counts on a slow path; the least size of such a chunk; and how much of it the
+kernel holds at most when it has accepted the last byte."""
 MIN_SWIFT_S = 0.001
 """The shortest time on the path that can be distinguished from noise."""
 HOLD, MOST_HOLD_S = 1.1, 0.006

@@ -63,7 +63,7 @@ class Inbound:
             pass
 
     def begin(self) -> None:
-        """Tells the peer what it may send."""
+        """Announces the posted receives and the freed staging to the peer."""
         for tag in self.inbox.posted_tags:
             self.send_record(RecordKind.POSTED, tag=tag)
         self.send_record(RecordKind.FREED, self.inbox.freed_bytes)

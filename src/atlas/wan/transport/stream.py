@@ -169,7 +169,7 @@ class SocketStream:
         return batch_bytes > 1
 
     def watch_any(self) -> None:
-        """Lets whoever polls the socket wake for the next byte. Called by the reader, between two frames."""
+        """Makes a poll of the socket return at the next byte. Called by the reader, between two frames."""
         self._set_batch(1)
 
     def _set_batch(self, batch_bytes: int) -> None:

@@ -42,7 +42,7 @@ class StreamBudget:
     """Of one endpoint."""
 
     def __init__(self, max_streams: int) -> None:
-        self._wishes = {
+        self._wanted = {
             ChannelKind.NEAR: min(NEAR_STREAMS, max_streams),
             ChannelKind.FAR: max_streams,
             ChannelKind.MESH: min(NEAR_STREAMS, max_streams),
@@ -61,9 +61,9 @@ class StreamBudget:
     def outgoing(self, kind: ChannelKind) -> StreamShare:
         """The share of a channel that is being opened."""
         self._opened[kind] += 1
-        limit = max(LIMITS[kind], self._wishes[kind])
+        limit = max(LIMITS[kind], self._wanted[kind])
         share = limit // max(self._expected[kind], self._opened[kind])
-        num_streams = min(self._wishes[kind], share, limit - self._used[kind])
+        num_streams = min(self._wanted[kind], share, limit - self._used[kind])
         if num_streams < 1:
             return StreamShare(1, is_shared=True)
         self._used[kind] += num_streams

@@ -1,4 +1,4 @@
-"""One of the streams of a channel: its current connection, and the answers that the peer still owes. And fault
+"""One of the streams of a channel: its current connection, and the number of frames without an answer. And fault
 counters.
 
 Thread-safe. Knows no frames and no messages.
