@@ -230,9 +230,6 @@ class CacheServer:
 
     def _post(self, path: str, do: Do) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
-            refused = self._refused(request)
-            if refused is not None:
-                return refused
             if not request.headers.get("content-type", "").startswith("application/json"):
                 return _error(415, "the body is JSON: send content-type application/json")
             began_s = time.perf_counter()
@@ -247,7 +244,7 @@ class CacheServer:
             finally:
                 self.metrics.requests.labels(path).observe(time.perf_counter() - began_s)
 
-        return answer
+        return self._guarded(answer)
 
     def _refused(self, request: Request) -> Response | None:
         if self._allowed(request.headers.get("host", ""), request.headers.get("authorization", "")):

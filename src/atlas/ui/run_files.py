@@ -137,9 +137,8 @@ class FolderFollower:
         job = load_job_or_plan(job_file)[0] if job_file is not None and job_file.is_file() else None
         facts = read_facts(folder)
         if facts is None:
-            timeline = self._fixed
             self.poll_timeline()
-            timeline = timeline or self._journal.timeline(1)
+            timeline = self._fixed or self._journal.timeline(1)
             meta = timeline.meta if timeline is not None else {}
             facts = PageFacts(
                 job.name if job is not None else str(meta.get("job", folder.name)),
