@@ -23,6 +23,7 @@ check: .venv/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file bench/mypy.ini bench/*.py
 
 bench: .venv/dev
 	$(BIN)/python bench/run.py --out out/bench.jsonl --resume

@@ -107,7 +107,8 @@ def main() -> int:
     _, costs_16 = case(4, num_stages=16)
     found = extrapolate(long, costs_16, 4_000)
     assert found is not None
-    report.figure("1F1B of 4,000 microbatches: simulated of them", found.simulated_microbatches, "mb", at_most=400)
+    few = found.timeline.program.num_microbatches
+    report.figure("1F1B of 4,000 microbatches: simulated of them", few, "mb", at_most=400)
     full = simulate(long(4_000), costs_16).makespan_ns
     report.figure("the same, apart from all of them simulated", abs(found.makespan_ns - full), "ns", at_most=0)
 

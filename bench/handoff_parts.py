@@ -119,7 +119,8 @@ def _processes(num_tokens: int) -> Iterator[tuple[list[Connection], tuple[str, i
     one = tuple(pipes[0].recv())
     for index in range(WORKERS):
         start(_worker, index * each, num_tokens, one)
-    parts = tuple(RemotePart(*pipe.recv(), i * each, (i + 1) * each) for i, pipe in enumerate(pipes[1:]))
+    places = [pipe.recv() for pipe in pipes[1:]]
+    parts = tuple(RemotePart(host, port, i * each, (i + 1) * each) for i, (host, port) in enumerate(places))
     try:
         yield pipes[1:], one, parts
     finally:

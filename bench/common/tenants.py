@@ -10,6 +10,7 @@ import statistics
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import count
 
@@ -106,7 +107,7 @@ class Trainer:
             Kind.I: lambda: stage.backward_input(slot, self.gradient),
             Kind.W: lambda: stage.backward_weight(slot),
         }[op.kind]
-        return self.device.run(work, 0, 0)[1]
+        return self._ran(work)
 
     def step(self) -> Span:
         def update() -> None:
@@ -116,7 +117,13 @@ class Trainer:
             self._slots += MICROBATCHES
             self.stage.gradients.begin(self._slots)
 
-        return self.device.run(update, 0, 0)[1]
+        return self._ran(update)
+
+    def _ran(self, work: Callable[[], object]) -> Span:
+        running = self.device.begin(work, 0, 0)
+        span = running.wait()
+        self.device.ran(span)
+        return span
 
 
 def _no_data(slot: int, pipeline: int) -> tuple[Tensor, Tensor]:
