@@ -21,38 +21,43 @@ SEARCHED = 0.75
 """Share of the budget for the search over all families; zero bubble's own search has a third of the budget."""
 MANY_EVENTS = 200_000
 """In larger Programs one order of a grid point is kept: each is many megabytes."""
-LIMITS, TRIES = 8, 24
-"""Tighter limits of memory under which orders are searched as well, and the budget of each."""
-MANY_TRIES = 72
-"""A search with a smaller budget has no time for tighter limits."""
+LIMITS, POINTS = 8, 2
+"""Tighter limits of memory under which orders are searched as well, and the grid points of each. A point has as many
+tries as under the own limit, so a setting with that limit begins its search in the same way."""
+MANY_TRIES, FEW_EVENTS = 72, 20_000
+"""Searches with a smaller budget or of larger Programs have no time for tighter limits."""
 
 
 def atlas(setting: Setting, progress: Progress | None = None) -> Program:
     """The fastest order that was found within the setting's budget and memory."""
     fastest_ns, fastest = _without_search(setting)
-    order = _searched(setting, fastest_ns + 1, progress)
+    order = _searched(setting, fastest_ns + 1, progress=progress)
     # Without these a setting with less memory could be faster: its search may find an order that this one missed.
-    if setting.budget >= MANY_TRIES:
+    if setting.budget >= MANY_TRIES and _num_events(setting) < FEW_EVENTS:
         best_ns = fastest_ns + 1 if order is None else order.closed_ns(setting)
         for tighter in tighter_limits(setting, best_ns, LIMITS):
-            found = _searched(replace(tighter, budget=TRIES), best_ns)
+            found = _searched(tighter, best_ns, POINTS)
             if found is not None:
                 order, best_ns = found, found.closed_ns(setting)
     return fastest if order is None else order.program("atlas", setting)
 
 
-def _searched(setting: Setting, below_ns: int, progress: Progress | None = None) -> Order | None:
+def _searched(
+    setting: Setting, below_ns: int, most: int | None = None, progress: Progress | None = None
+) -> Order | None:
     """The fastest order that the two searches find, if faster than `below_ns`."""
     sharings = (False,) if setting.turns is None else (True, False)
-    layout = setting.layout
-    events = 6 * layout.num_pipelines * layout.num_stages * layout.num_microbatches
-    budget, keep = max(1, round(SEARCHED * setting.budget)), 4 if events < MANY_EVENTS else 1
-    split = zero_bubble_order(setting, below_ns)
+    budget, keep = max(1, round(SEARCHED * setting.budget)), 4 if _num_events(setting) < MANY_EVENTS else 1
+    split = zero_bubble_order(setting, below_ns, most)
     below_ns = below_ns if split is None else split.closed_ns(setting)
-    order = found_on_grid(
-        setting, Family((True, False), sharings), budget, keep=keep, below_ns=below_ns, progress=progress
-    )
+    family = Family((True, False), sharings)
+    order = found_on_grid(setting, family, budget, keep=keep, below_ns=below_ns, most=most, progress=progress)
     return order or split
+
+
+def _num_events(setting: Setting) -> int:
+    layout = setting.layout
+    return 6 * layout.num_pipelines * layout.num_stages * layout.num_microbatches
 
 
 def _without_search(setting: Setting) -> tuple[int, Program]:

@@ -59,11 +59,15 @@ SLACK = 5e-4
 class Grid:
     """The grid around one setting. Cells are counted in steps from the setting's own, worse ones up."""
 
-    def __init__(self, setting: Setting, budget: int, sharings: Sequence[bool], best_ns: float) -> None:
+    def __init__(
+        self, setting: Setting, budget: int, sharings: Sequence[bool], best_ns: float, most: int | None = None
+    ) -> None:
+        """`most`: use only the nearest points, this many."""
         self.setting = setting
         self.best_ns = best_ns
         """Of the fastest order so far, closed; whoever searches the points lowers it."""
-        self._moves, self._most = next((moves, most) for least, moves, most in REACHES if budget >= least)
+        self._moves, reach = next((moves, reach) for least, moves, reach in REACHES if budget >= least)
+        self._most = min(reach, most or reach)
         self._tries = max(1, budget // len(self._moves))
         self._sharings = [sharing for sharing in sharings if not sharing or setting.turns is not None]
 

@@ -110,11 +110,12 @@ def found_on_grid(
     keep: int,
     score: Score = makespan_ns,
     below_ns: float = math.inf,
+    most: int | None = None,
     progress: Progress | None = None,
 ) -> Order | None:
-    """The fastest of the orders found at the setting's grid points, priced for the setting itself; None where none is
-    faster than `below_ns`."""
-    grid = Grid(setting, budget, family.sharings, below_ns)
+    """The fastest of the orders found at the setting's grid points (the nearest `most` of them), priced for the setting
+    itself; None where none is faster than `below_ns`."""
+    grid = Grid(setting, budget, family.sharings, below_ns, most)
     fastest, tries = None, 0
     for point in grid.points():
         if progress is not None:

@@ -24,9 +24,11 @@ def zero_bubble(setting: Setting, progress: Progress | None = None) -> Program:
     return order.program("zero-bubble", setting)
 
 
-def zero_bubble_order(setting: Setting, below_ns: float = math.inf, progress: Progress | None = None) -> Order | None:
+def zero_bubble_order(
+    setting: Setting, below_ns: float = math.inf, most: int | None = None, progress: Progress | None = None
+) -> Order | None:
     """The fastest of the best orders of the reference settings, if faster than `below_ns`. Half of the tries: Atlas
     looks at these orders too, and at three more families."""
     family = Family(splits=(True,), sharings=(False,))
     own, budget = replace(setting, turns=None), max(1, setting.budget // 2)
-    return found_on_grid(own, family, budget, keep=4, score=period_ns, below_ns=below_ns, progress=progress)
+    return found_on_grid(own, family, budget, keep=4, score=period_ns, below_ns=below_ns, most=most, progress=progress)
