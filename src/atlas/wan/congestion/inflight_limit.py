@@ -62,6 +62,8 @@ class InflightLimit:
         """(when, seconds) of the quickest chunks of some rounds, increasing: the first is the quickest that counts."""
         self._begin, self._quickest_s, self._was_full = 0.0, float("inf"), False
         self._slowest_s, self._held_back = 0.0, False
+        self.num_full = 0
+        """How often it held something back."""
         self._late_since, self._late_bytes, self._last_back = 0.0, 0, 0.0
         self._fallen_bps: float | None = None
         self._rate_bps, self._gone_at, self._dry_at = float("inf"), 0.0, 0.0
@@ -119,6 +121,7 @@ class InflightLimit:
     def filled(self) -> None:
         """The limit held something back."""
         self._was_full = self._held_back = True
+        self.num_full += 1
 
     def had_room(self) -> bool:
         """Called when everything is acknowledged: whether the limit held something back although nothing was late. Then

@@ -141,25 +141,28 @@ class RateMeter:
             if not self._has_measured:
                 self._samples = deque((when, factor * bps) for when, bps in self._samples)
 
-    def acknowledged(self, num_bytes: int, now: float) -> None:
+    def acknowledged(self, num_bytes: int, now: float) -> float | None:
+        """Returns the rate of a span that ends now."""
         with self._lock:
             if self._since is None:
                 self._since, self._num_bytes, self._has_measured = now, 0, False
-                return
+                return None
             self._num_bytes += num_bytes
             if now - self._since < SAMPLE_S:
-                return
-            self._spans.append(self._num_bytes * 8 / (now - self._since))
+                return None
+            span_bps = self._num_bytes * 8 / (now - self._since)
+            self._spans.append(span_bps)
             self._since, self._num_bytes = now, 0
             while len(self._samples) > 1 and now - self._samples[0][0] > MEMORY_S:
                 self._samples.popleft()
             if len(self._spans) < NUM_SPANS and self._samples:
-                return
+                return span_bps
             self._has_measured = len(self._spans) == NUM_SPANS
             mean_bps = sum(self._spans) / len(self._spans)
             while self._samples and self._samples[-1][1] <= mean_bps:
                 self._samples.pop()
             self._samples.append((now, mean_bps))
+            return span_bps
 
     @property
     def rate_bps(self) -> float | None:

@@ -370,7 +370,7 @@ class Channel:
             if chunk is not None:
                 # The rate of acknowledgements is the path's rate only while something waits for the path.
                 if self.outbox.has_ready:
-                    self.tuner.meter.acknowledged(chunk.num_bytes, now)
+                    self.tuner.acknowledged(chunk.num_bytes, now)
                 else:
                     self.tuner.meter.pause()
         elif record.kind == RecordKind.PONG:

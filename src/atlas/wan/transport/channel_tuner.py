@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 
 from atlas.wan.congestion.inflight_limit import InflightLimit
+from atlas.wan.congestion.restart import RestartRule
 from atlas.wan.congestion.stream_rotation import SHIFTS, StreamRotation
 from atlas.wan.congestion.tuning import HEADROOM, NEAR_RTT_S, Choice, LossWatch, RateMeter, choose, window_bytes
 from atlas.wan.congestion.warm_up import KernelStats, WarmUp
@@ -51,7 +52,7 @@ class ChannelTuner:
         self.warm_up: WarmUp | None = None
         self.choice: Choice | None = None
         self.max_chunk_bytes = MAX_CHUNK_BYTES
-        self._losses = LossWatch()
+        self._losses, self._restarts = LossWatch(), RestartRule()
         self._tuned_bytes = 0
 
     def note_rtt(self, rtt_s: float) -> None:
@@ -89,6 +90,31 @@ class ChannelTuner:
         self.warm_up = None
         self._losses.warmed(is_lossy=warm_up.is_lossy)
         return warm_up.rate_bps
+
+    def acknowledged(self, num_bytes: int, now: float) -> None:
+        """Called while something waits for the path. If only the kernel holds it back, the streams start again."""
+        span_bps, limit = self.meter.acknowledged(num_bytes, now), self.outbox.inflight
+        if span_bps is None or limit is None or self.warm_up is not None:
+            return
+        known_bps = self.meter.rate_bps or 0.0
+        if self._restarts.should_restart(span_bps, known_bps, limit.num_full, now, self.rtt_s, self._has_queue):
+            for stream in self._working:
+                if not stream.has_paused:
+                    stream.restart()
+
+    @property
+    def _working(self) -> list[SocketStream]:
+        """Streams that may send now."""
+        working = [slot for slot in self._slots if self.rotation.place(slot) < self.outbox.num_streams]
+        return [slot.stream for slot in working if slot.stream is not None]
+
+    def _has_queue(self) -> bool:
+        """By the round trips of the streams that work. If they end at a proxy nearby, one is assumed."""
+        facts = [facts for stream in self._working if (facts := stream.facts())]
+        return not facts or self._is_queued(facts)
+
+    def _is_queued(self, facts: list[TcpFacts]) -> bool:
+        return any(f.rtt_s > QUEUED * f.min_rtt_s or f.min_rtt_s < PROXY_TRIPS * self.rtt_s for f in facts)
 
     def watch(self, now: float) -> None:
         """Called a few times a second."""
@@ -134,8 +160,9 @@ class ChannelTuner:
         facts = self._facts()
         if len(facts) < self._num_connected:
             return None
-        is_late = any(f.rtt_s > QUEUED * f.min_rtt_s or f.min_rtt_s < PROXY_TRIPS * self.rtt_s for f in facts)
-        return KernelStats(sum(f.delivered_bytes for f in facts), sum(f.num_retransmits for f in facts), is_late)
+        return KernelStats(
+            sum(f.delivered_bytes for f in facts), sum(f.num_retransmits for f in facts), self._is_queued(facts)
+        )
 
     @property
     def _num_connected(self) -> int:

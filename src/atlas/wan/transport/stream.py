@@ -222,8 +222,14 @@ class SocketStream:
         """Called before a stream that rested works again. bbr pauses when its least delay is BBR_MEMORY_S old. A rest
         and a ping renew the estimate, but not before it is that old. Selecting bbr again does, and keeps the window."""
         if time.monotonic() - self._born < BBR_MEMORY_S:
-            set_congestion_control(self.sock, near=True)
-            set_congestion_control(self.sock, near=False)
+            self.restart()
+
+    def restart(self) -> None:
+        """Starts bbr again, with the window that it has."""
+        with self._owning:
+            if not self._closed:
+                set_congestion_control(self.sock, near=True)
+                set_congestion_control(self.sock, near=False)
 
     def facts(self) -> TcpFacts | None:
         """None if the kernel does not report them, or if the stream is closed."""
