@@ -194,7 +194,7 @@ class FrameServer:
         """`context`: callers need a certificate, and everything is encrypted."""
         self.token, self.context = token, context
         self._socket: socket.socket | None = None
-        self._accepting: asyncio.Task[None] | None = None
+        self._connecting: set[asyncio.Task[Any]] = set()
         self._callers: set[asyncio.Task[None]] = set()
         self._greeting: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         """Callers that have not proved the token, the oldest first."""
@@ -213,28 +213,38 @@ class FrameServer:
         listener.setblocking(False)
         listener.listen(BACKLOG)
         self._socket = listener
-        self._accepting = asyncio.create_task(self._accept(listener))
+        asyncio.get_running_loop().add_reader(listener, self._accept, listener)
 
-    async def _accept(self, listener: socket.socket) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         """One at a time, so that those who were accepted can prove the token meanwhile. asyncio's own server accepts
         as many at once as its queue has, and new ones would replace all of them."""
         loop = asyncio.get_running_loop()
+        try:
+            sock, _ = listener.accept()
+        except BlockingIOError:
+            return
+        except OSError:
+            loop.remove_reader(listener)
+            loop.call_later(NO_DESCRIPTOR_S, self._accept_again, listener)
+            return
 
         def protocol() -> asyncio.StreamReaderProtocol:
             return asyncio.StreamReaderProtocol(asyncio.StreamReader(), self._serve)
 
-        while True:
-            try:
-                sock, _ = await loop.sock_accept(listener)
-                await loop.connect_accepted_socket(protocol, sock)
-            except OSError:
-                await asyncio.sleep(NO_DESCRIPTOR_S)
+        sock.setblocking(False)
+        task = asyncio.create_task(loop.connect_accepted_socket(protocol, sock))
+        self._connecting.add(task)
+        task.add_done_callback(self._connecting.discard)
+
+    def _accept_again(self, listener: socket.socket) -> None:
+        if listener.fileno() >= 0:  # not closed meanwhile
+            asyncio.get_running_loop().add_reader(listener, self._accept, listener)
 
     async def close(self) -> None:
-        if self._socket is not None and self._accepting is not None:
-            self._accepting.cancel()
-            await asyncio.wait([self._accepting])
+        if self._socket is not None:
+            asyncio.get_running_loop().remove_reader(self._socket)
             self._socket.close()
+        await asyncio.gather(*self._connecting, return_exceptions=True)  # then they are callers
         for caller in self._callers:
             caller.cancel()
         await asyncio.gather(*self._callers, return_exceptions=True)

@@ -54,6 +54,16 @@ def test_a_caller_with_the_token_gets_in_among_idle_ones_and_garbage() -> None:
         server.close()
 
 
+def test_a_server_that_is_closed_closes_callers_that_it_is_accepting() -> None:
+    """A socket that is lost instead gives a ResourceWarning, which is an error here."""
+    for _ in range(10):
+        server = KvServerThread(KvServer(HOLDER, "token"), "127.0.0.1")
+        with ExitStack() as stack:
+            for _ in range(30):
+                stack.enter_context(socket.create_connection(server.address, timeout=10))
+            server.close()
+
+
 def test_garbage_does_not_fill_the_log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(frames, "WARN_S", 3600.0)
     server = KvServerThread(KvServer(HOLDER, "token"), "127.0.0.1")
