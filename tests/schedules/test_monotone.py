@@ -175,3 +175,26 @@ def test_no_warm_up_that_a_bound_rules_out_is_the_fastest(latency_ms: float, wan
         for ahead in warm_ups(setting)
     ]
     assert seconds_of("1f1b-eager", setting) == min(map(setting.simulated_ns, programs)) / 1e9
+
+
+def test_atlas_is_not_slower_than_zero_bubble_by_little() -> None:
+    """Zero bubble is 0.012 % faster here than the fastest schedule without a search, which is less than the gain that
+    Atlas's own search looks for."""
+    dcs = [
+        {"name": f"d{k}", "nodes": 8, "gpus_per_node": 1, "gpu": "A100-80", "net_gbps": gbps}
+        for k, gbps in enumerate((400.0, 50.0))
+    ]
+    job = parse_job(
+        {
+            "name": "random",
+            "model": {"layers": 6, "hidden": 4096, "heads": 16, "vocab": 32_000, "seq_len": 4096},
+            "cluster": {"datacenters": dcs, "wan": {"latency_ms": 100.0, "pair_gbps": 4.0, "trunk_gbps": 4.0}},
+            "pp": 3,
+            "num_microbatches": 12,
+            "pipelines_per_cell": 2,
+            "recompute": True,
+            "memory_gib": 16.0,
+        }
+    )
+    zero_bubble, ours = (evaluate(job, name).single.makespan_ns for name in ("zero-bubble", "atlas"))
+    assert ours <= zero_bubble

@@ -10,7 +10,7 @@ from dataclasses import replace
 from atlas.ir.program import Program
 from atlas.schedules.classic import gpipe, one_f_one_b
 from atlas.schedules.eager import fastest_warm_up
-from atlas.schedules.grid import tighter_limits
+from atlas.schedules.grid import SLACK, tighter_limits
 from atlas.schedules.order import Order
 from atlas.schedules.search import Family, found_on_grid
 from atlas.schedules.setting import Progress, Setting
@@ -48,7 +48,9 @@ def _searched(
     """The fastest order that the two searches find, if faster than `below_ns`."""
     sharings = (False,) if setting.turns is None else (True, False)
     budget, keep = max(1, round(SEARCHED * setting.budget)), 4 if _num_events(setting) < MANY_EVENTS else 1
-    split = zero_bubble_order(setting, below_ns, most)
+    # Zero bubble's own search is not cut off by SLACK, so that Atlas is never slower than zero bubble alone.
+    split = zero_bubble_order(setting, below_ns / (1 - SLACK), most)
+    split = None if split is None or split.closed_ns(setting) >= below_ns else split
     below_ns = below_ns if split is None else split.closed_ns(setting)
     family = Family((True, False), sharings)
     order = found_on_grid(setting, family, budget, keep=keep, below_ns=below_ns, most=most, progress=progress)
