@@ -41,6 +41,8 @@ class Cuda:
     def __init__(self, name: str = "cuda:0") -> None:
         self.place = name if ":" in name else f"{name}:0"
         torch.cuda.set_device(self.place)
+        # The backward pass has its own thread. If its first op is a matrix product, torch warns that it has no context.
+        torch.ones(1, device=self.place, requires_grad=True).mul(2).backward()  # type: ignore[no-untyped-call]
         self._compute = torch.cuda.current_stream()
         self._down, self._up = torch.cuda.Stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._copies = Copies(self.place)

@@ -35,7 +35,7 @@ from bubbletea.serve.worker_windows import of_training
 
 MS = 1_000_000
 PROGRAM = with_optimizer(one_f_one_b(Layout(2, 2, 4, ("us-east", "us-west"))))
-MIN_STEPS, MAX_STEPS = 6, 200
+MIN_STEPS, MAX_STEPS = 6, 2_000
 """Training runs until every worker has prefilled and a request was answered. How many steps that takes depends on how
 busy the host is; the first three steps are always without prefill."""
 CLIENTS = 3
