@@ -272,7 +272,7 @@ def _table(planned: Planned, money: bool) -> Any:
 def _write(args: argparse.Namespace, search: PlanSearch) -> None:
     if args.out is not None:
         search.save(args.out)
-        say(f"wrote {args.out}")
+        say(f"wrote {args.out}. Next: atlas simulate {args.out}")
     if args.page is not None:
         write_text(args.page, search.page())
     if args.pareto is not None:
