@@ -103,8 +103,11 @@ def test_sends_receives_tags_batches_objects_and_collectives(tmp_path: Path) -> 
 
 
 def _peer_dies(rank: int) -> Any:
+    store = dist.distributed_c10d._get_default_store()
     if rank == 1:
+        store.wait(["initialized"])  # or rank 0 would fail while it connects
         os._exit(0)
+    store.set("initialized", "")
     tensor = torch.zeros(1000)
     request = dist.irecv(tensor, 1)
     with pytest.raises(WorkerError) as waiting:
