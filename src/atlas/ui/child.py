@@ -1,7 +1,7 @@
 """The page of a run in a process of its own (`python -m` this module), so that clients and searches do not slow the
 process that trains. It reads the run's folder, and ends with the process that started it.
 
-Reads one JSON object from stdin, prints one JSON line: the page's address, or why there is none.
+Reads one JSON object from stdin. Prints one JSON line with the page's address, or with the error if it cannot start.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class Checkpoint:
         return self.id.step
 
     def copies(self, layer: str) -> tuple[BlobCopies, BlobCopies]:
-        """Of a layer's weights, and of its optimizer state; empty where there is none."""
+        """Copies of a layer's weights, and of its optimizer state. A list is empty if no part has them."""
         weights = [(store, part.weights[layer]) for store, part in self.parts if layer in part.weights]
         return weights, [(store, part.optimizer[layer]) for store, part in self.parts if layer in part.optimizer]
 
