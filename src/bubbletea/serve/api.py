@@ -197,7 +197,7 @@ class Api:
         if not body.stream:
             return JSONResponse(await _unless_gone(request, _collected(deltas, form)))
         first = await _unless_gone(request, anext(deltas))
-        events = _events(first, deltas, form, with_usage=body.with_usage)
+        events = _events(first, deltas, form, body)
         return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
     def _answering_errors(self, handler: Handler) -> Handler:
@@ -233,9 +233,10 @@ class Completion:
         }
         return found if last.handed_off is None else {**found, "kv_transfer_params": last.handed_off}
 
-    def event(self, delta: Delta, *, first: bool) -> dict[str, Any]:
+    def event(self, delta: Delta, *, first: bool, counts: bool) -> dict[str, Any]:
         choice = self.piece(delta.text, delta.finish, first=first)
-        return {**self._common, "object": self.part, "choices": [choice]}
+        found = {**self._common, "object": self.part, "choices": [choice]}
+        return {**found, "usage": usage(delta)} if counts else found
 
     def summary(self, last: Delta) -> dict[str, Any]:
         return {**self._common, "object": self.part, "choices": [], "usage": usage(last)}
@@ -284,19 +285,19 @@ async def _collected(deltas: AsyncIterator[Delta], form: Completion) -> dict[str
 
 
 async def _events(
-    first: Delta, deltas: AsyncIterator[Delta], form: Completion, *, with_usage: bool
+    first: Delta, deltas: AsyncIterator[Delta], form: Completion, body: CompletionRequest | ChatRequest
 ) -> AsyncIterator[str]:
-    last = first
-    yield _event(form.event(first, first=True))
+    last, counts = first, body.with_running_usage
+    yield _event(form.event(first, first=True, counts=counts))
     try:
         async for delta in deltas:
             last = delta
-            yield _event(form.event(delta, first=False))
+            yield _event(form.event(delta, first=False, counts=counts))
     except Exception:  # the status is sent already: the stream has an error event and no [DONE]
         log.exception("an answer was interrupted")
         yield _event(FAILURE.body)
         return
-    if with_usage:
+    if body.with_usage:
         yield _event(form.summary(last))
     yield "data: [DONE]\n\n"
 

@@ -37,7 +37,7 @@ class _Strict(BaseModel):
 
 class StreamOptions(_Strict):
     include_usage: bool | None = None
-    continuous_usage_stats: Literal[False] | None = _not_here()
+    continuous_usage_stats: bool | None = None
     include_obfuscation: Literal[False] | None = _not_here()
 
 
@@ -152,6 +152,11 @@ class _Answered(_Strict):
     @property
     def with_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def with_running_usage(self) -> bool:
+        """As in vLLM, only together with include_usage."""
+        return self.with_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
 class _Common(_Sampled, _Answered):
