@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import subprocess
 import sys
 from pathlib import Path
 
@@ -52,6 +53,28 @@ def test_what_a_script_imports_of_the_packages_exists(file: Path) -> None:
             module = importlib.import_module(str(node.module))
             for name in node.names:
                 assert hasattr(module, name.name) or importlib.util.find_spec(f"{node.module}.{name.name}"), name.name
+
+
+IMPORT_ALL = """
+import importlib.util, pathlib, sys
+bench, tests = map(pathlib.Path, sys.argv[1:])
+path, loaded = [str(bench), *sys.path], set(sys.modules)
+for file in sorted(bench.glob("*.py")):
+    sys.path[:] = path
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    sys.modules[file.stem] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for name, one in list(sys.modules.items()):
+        if name not in loaded and (getattr(one, "__file__", None) or "").startswith(str(tests)):
+            del sys.modules[name]
+"""
+"""Each script finds what it imports by itself, without the search path of the scripts before it."""
+
+
+def test_every_script_finds_what_it_imports() -> None:
+    command = [sys.executable, "-c", IMPORT_ALL, str(BENCH), str(BENCH.parent / "tests")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_figures_of_the_readme_fit_into_the_quick_run() -> None:
