@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import socket
+import time
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -210,26 +212,43 @@ def test_only_assumptions_that_changed_are_reported() -> None:
 
 
 PATHS = {("east-0", "west-0"): PathSpec(latency_s=0.01, window_bytes=None, pair_bps=40e6)}
-CLUSTER = "datacenters:\n  - {name: east, nodes: 1}\n  - {name: west, nodes: 1}\nwan: {latency_ms: 10, pair_gbps: %g}\n"
+NODES = ["--node", "east-0=127.0.0.1:9", "--node", "west-0=127.0.0.1:9"]
+CLUSTER = "datacenters:\n  - {name: east, nodes: 1}\n  - {name: west, nodes: 1}\nwan: {latency_ms: 20, pair_gbps: %g}\n"
 
 
-def test_the_command_warns_where_a_file_differs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_command_measures_an_emulated_path(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The command over an emulated path of 40 Mbit/s: one file has this rate, another has 80."""
     monkeypatch.setenv("ATLAS_PROBE_TOKEN", TOKEN)
-    monkeypatch.setattr(wan_probe, "Survey", partial(Survey, min_s=0.3, pings=8))
+    monkeypatch.setattr(wan_probe, "Survey", partial(Survey, pings=8))
     with ProbeAgent("127.0.0.1", 0, TOKEN) as east, ProbeAgent("127.0.0.1", 0, TOKEN) as west, ProxyNet(PATHS) as net:
         addresses = {"east-0": net.listen("west-0", "east-0", east.address)}
         addresses["west-0"] = net.listen("east-0", "west-0", west.address)
         nodes = [word for name, (host, port) in addresses.items() for word in ("--node", f"{name}={host}:{port}")]
-        for pair_gbps, code in ((0.04, 0), (0.08, 3)):
-            file = tmp_path / f"{code}.yaml"
-            file.write_text(CLUSTER % pair_gbps)
-            assert main(["wan", "probe", *nodes, "--max-streams", "1", "--check", str(file)]) == code
-            printed = capsys.readouterr().err
-    assert "east - west: a node pair gets 0.0" in printed
-    assert "0.08 were assumed" in printed
+        assert main(["wan", "probe", *nodes, "--max-streams", "1", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert (found["between"], found["cap"], found["streams"]) == (["east", "west"], "unknown", 1)
+    assert found["rtt"]["count"] == 8
+    assert found["rtt"]["min_s"] >= 0.02
+    assert [(g["streams"], g["num_bytes"] > 0) for way in ("sweep", "back") for g in found[way]] == [(1, True)] * 2
+
+
+@pytest.mark.parametrize(("pair_gbps", "code"), [(5, 0), (10, 3)])
+def test_the_command_warns_where_a_file_differs(
+    pair_gbps: float,
+    code: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The measurement is given: on a busy host a real one differs from run to run."""
+    monkeypatch.setenv("ATLAS_PROBE_TOKEN", TOKEN)
+    monkeypatch.setattr(wan_probe, "survey", lambda how: [measured(trunk=False)])
+    file = tmp_path / "cluster.yaml"
+    file.write_text(CLUSTER % pair_gbps)
+    assert main(["wan", "probe", *NODES, "--check", str(file)]) == code
+    warning = f"atlas: {file}: east - west: a node pair gets 5 Gbit/s, 10 were assumed\n"
+    assert capsys.readouterr().err == (warning if code else "")
 
 
 def test_blocks_are_timed_and_recorded_as_packets(tmp_path: Path) -> None:
@@ -240,6 +259,8 @@ def test_blocks_are_timed_and_recorded_as_packets(tmp_path: Path) -> None:
     wan_probe.record_packets(log, found)
     log.close()
     table = read_path(tmp_path)[1]
-    assert len(table.sent_ns) > 50
     assert (table.num_bytes == 4000).all()
-    assert 0.018e9 < table.rtt_ns[~table.lost].min() < 0.06e9
+    sent_ns, rtt_ns = table.sent_ns[~table.lost], table.rtt_ns[~table.lost]
+    assert rtt_ns.min() > 0.018e9
+    assert (sent_ns[1:] < sent_ns[:-1] + rtt_ns[:-1]).any(), "blocks do not wait for the answer of the one before"
+    assert (sent_ns + rtt_ns).max() < time.time_ns()
