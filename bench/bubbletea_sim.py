@@ -309,7 +309,7 @@ def ratio(scene: Scene) -> float:
 def of_cells(scene: Scene, cells: int) -> Scene:
     """The same with so many cells of it."""
     pattern, residual = scene.pattern.replicated(cells), scene.residual.replicated(cells)
-    return replace(scene, pattern=pattern, residual=residual, cells=cells)
+    return replace(scene, pattern=pattern, residual=residual)
 
 
 def main() -> int:

@@ -23,9 +23,12 @@ from typing import Any
 
 from common.report import Report, not_measured
 
-from atlas.runtime.checkpoint import OWN, CheckpointClient, CheckpointServer, LocalStore, RemoteStore, SaveId
+from atlas.runtime.checkpoint.calls import OWN
+from atlas.runtime.checkpoint.client import CheckpointClient, RemoteStore
 from atlas.runtime.checkpoint.fetch import FetchFolder
-from atlas.runtime.checkpoint.manifest import Blob
+from atlas.runtime.checkpoint.manifest import Blob, SaveId
+from atlas.runtime.checkpoint.server import CheckpointServer
+from atlas.runtime.checkpoint.store import LocalStore
 from atlas.wan.emulator.namespace_net import NamespaceNet
 from atlas.wan.emulator.paths import PathSpec
 from atlas.wan.security.certs import make_ca, make_node

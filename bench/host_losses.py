@@ -42,8 +42,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "launch"))
 from free_ports import free_port
 
 from atlas.errors import AtlasError
-from atlas.runtime.checkpoint import LocalStore, choose, complete_ids, load_layers
-from atlas.runtime.checkpoint.manifest import ids
+from atlas.runtime.checkpoint.load import choose, load_layers
+from atlas.runtime.checkpoint.manifest import complete_ids, ids
+from atlas.runtime.checkpoint.store import LocalStore
 
 NUM_HOSTS, SAVE_EVERY = 4, 5
 NEXT_STEP_S = 15.0

@@ -1,17 +1,19 @@
 """A run over two datacenters with two hosts each, and BubbleTea services that come and go beside it.
 
 Every launcher (`atlas train --dc NAME --node I/2 --filler bubbletea`) and every service (`bubbletea serve PLAN --dc
-NAME`) is a process of its own, with mutual TLS. The services are absent (A), there under load (B), killed with -9 (A),
-back on other ports (B), ended (A), and so on: nine turns. Compared with the same training without a filler.
+NAME`) is a process of its own, with mutual TLS. In nine periods the services are absent (A),
+there under load (B), killed with -9 (A), back on other ports (B), ended (A), and so on. The run is compared with the
+same training without a filler.
 
     python bench/join.py             about nine minutes; the services start a minute after training
-    python bench/join.py --quick     fewer iterations and turns, no minute
+    python bench/join.py --quick     fewer iterations and periods, no minute
 
-How the cost is measured. A turn counts with the median of its iterations. Each turn with services is compared with the
-mean of the two turns around it, so that a slow drift of the host cancels; the cost is the mean of these ratios. The
-spread of the turns without services is what the largest of three is expected to exceed the smallest by, from the
-standard deviation of all of them (1.69 times it, for a normal distribution). The range of three turns itself differs by
-a factor of two from run to run. The clients have the lowest priority, since they would be on other machines.
+How the cost is measured. The figure of a period is the median of its iterations. Each period with services is
+compared with the mean of the two periods around it, so that a slow drift of the host cancels; the cost is the mean of
+these ratios. The spread of the periods without services is the expected difference between the largest and the smallest
+of three, computed from the standard deviation of all of them (1.69 times it, for a normal distribution). The range of
+three measured periods is not used, because it differs by a factor of two from run to run. The clients have the
+lowest priority, since they would be on other machines.
 
 The bars: weights and optimizer state equal to the bit; an iteration with services longer by at most the spread, and by
 at most 1 % (0.3 % on 16 cores or more); requests answered in every datacenter, the first at most 10 s after a service
@@ -66,7 +68,7 @@ pp: 4
 pipelines_per_cell: 1
 """
 DATACENTERS = ("east", "west")
-TURNS = "ABABABABA"
+PERIODS = "ABABABABA"
 RANGE_OF_THREE = 1.69
 """The expected range of three draws from a normal distribution, in standard deviations."""
 SETTLE = 4
@@ -186,15 +188,15 @@ class Service:
         self._client.join(70)
 
 
-Turns = dict[str, list[list[float]]]
+Periods = dict[str, list[list[float]]]
 
 
 def disturbed(
-    folder: Path, turns: str, num_each: int, late_s: float, certs: Path, budget: float
-) -> tuple[Run, Turns, list[Service]]:
-    """The run with services in turns, the first after `late_s`; iteration times by turn, and the services."""
-    steps = len(turns) * (num_each + SETTLE) * 4 + int(10 * late_s)  # more than needed: it is stopped
-    times: Turns = {"A": [], "B": []}
+    folder: Path, periods: str, num_each: int, late_s: float, certs: Path, budget: float
+) -> tuple[Run, Periods, list[Service]]:
+    """The run with services in every second period, the first after `late_s`; the times by period; the services."""
+    steps = len(periods) * (num_each + SETTLE) * 4 + int(10 * late_s)  # more than needed: it is stopped
+    times: Periods = {"A": [], "B": []}
     services: list[Service] = []
     with ExitStack() as stack:
         flags = ("--filler", "bubbletea", "--filler-folder", str(folder / "meet"))
@@ -202,29 +204,29 @@ def disturbed(
         stack.callback(lambda: [launcher.kill() for launcher in run.launchers])
         until(lambda: len(run.iterations_s) > SETTLE or run.has_ended, "the first iterations")
         began_s = time.monotonic()
-        for turn, kind in enumerate(turns):
-            time.sleep(max(0.0, began_s + late_s - time.monotonic()) if turn == 1 else 0.0)
+        for period, kind in enumerate(periods):
+            time.sleep(max(0.0, began_s + late_s - time.monotonic()) if period == 1 else 0.0)
             now = [Service(folder, dc, certs, budget) for dc in DATACENTERS] if kind == "B" else []
             services += now
             until(lambda now=now: all(one.num_answers for one in now) or run.has_ended, "answers")  # type: ignore[misc]
             run.after(SETTLE)
             times[kind].append(run.after(num_each))
             for one in now:
-                one.end(kill=turn == 1)
+                one.end(kill=period == 1)
         run.launchers[0].terminate()  # saves after the step, in all datacenters
         for launcher in run.launchers:
             launcher.wait(120)
     return run, times, services
 
 
-def cost_and_spread(times: Turns) -> tuple[float, float]:
+def cost_and_spread(times: Periods) -> tuple[float, float]:
     """Shares of an iteration."""
-    without, within = ([statistics.median(turn) for turn in times[kind]] for kind in "AB")
+    without, within = ([statistics.median(period) for period in times[kind]] for kind in "AB")
     ratios = [one / statistics.mean(around) for one, around in zip(within, pairwise(without), strict=True)]
     return statistics.mean(ratios) - 1, RANGE_OF_THREE * statistics.stdev(without) / statistics.mean(without)
 
 
-def measure(turns: str, num_each: int, late_s: float) -> int:
+def measure(periods: str, num_each: int, late_s: float) -> int:
     report = Report("BubbleTea beside a run over two datacenters", "the same run without services")
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -232,7 +234,7 @@ def measure(turns: str, num_each: int, late_s: float) -> int:
         make_ca(certs)
         for dc in DATACENTERS:
             make_node(certs, dc)
-        run, times, services = disturbed(folder / "with", turns, num_each, late_s, certs, 0.005)
+        run, times, services = disturbed(folder / "with", periods, num_each, late_s, certs, 0.005)
         steps = len(run.iterations_s)
         plain = Run(folder / "without", steps, certs=certs)
         plain.wait()
@@ -240,10 +242,10 @@ def measure(turns: str, num_each: int, late_s: float) -> int:
         report.figure("steps", steps, "")
         longer, spread = (100 * share for share in cost_and_spread(times))
         report.figure("iteration without services", statistics.median(chain(*times["A"])) * 1e3, "ms")
-        report.figure("spread of turns without services", spread, "%")
+        report.figure("spread of periods without services", spread, "%")
         most = MANY_CORES_PERCENT if (os.cpu_count() or 1) >= CORES else LONGER_PERCENT
         report.figure("iteration with services, longer by", longer, "%", at_most=most)
-        report.figure("the same, beyond the spread of turns without", longer - spread, "%", at_most=0)
+        report.figure("the same, less the spread of periods without services", longer - spread, "%", at_most=0)
         report.figure("weights and optimizer state equal to the bit (1: yes)", float(same), "", at_least=1)
         for one in services:
             report.figure(f"answers, {one.datacenter}", one.num_answers, "", at_least=1)
@@ -253,8 +255,8 @@ def measure(turns: str, num_each: int, late_s: float) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer iterations and turns")
-    return measure(TURNS[:5], 12, 0.0) if parser.parse_args().quick else measure(TURNS, 18, LATE_S)
+    parser.add_argument("--quick", action="store_true", help="fewer iterations and periods")
+    return measure(PERIODS[:5], 12, 0.0) if parser.parse_args().quick else measure(PERIODS, 18, LATE_S)
 
 
 if __name__ == "__main__":

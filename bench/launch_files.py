@@ -27,7 +27,8 @@ import yaml
 from common.report import Report
 
 from atlas.cli import main as atlas
-from atlas.runtime.checkpoint import LocalStore, choose, load_layers
+from atlas.runtime.checkpoint.load import choose, load_layers
+from atlas.runtime.checkpoint.store import LocalStore
 
 TARGETS = ("shell", "torchrun", "jobset", "trainjob", "skypilot")
 DATACENTERS, HOSTS, STEPS = ("east", "west"), 2, 20

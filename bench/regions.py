@@ -24,7 +24,7 @@ from common.report import Report
 from planner_sailor import DATA
 
 from atlas.catalogue.priors import latency, stand_ins
-from atlas.catalogue.rebuild import AWS_PLACES, rebuild
+from atlas.catalogue.rebuild import AWS_REGIONS, rebuild
 from atlas.catalogue.rebuild import DATA as SHIPPED
 from atlas.catalogue.rebuild import throughput as grid_of
 from atlas.catalogue.table import egress_price, regions, throughput
@@ -47,7 +47,7 @@ def latency_errors(rtt_ms: dict[tuple[str, str], float]) -> list[float]:
 def cloudping(path: Path) -> dict[tuple[str, str], float]:
     rows = [[float(x) for x in line.split()] for line in path.read_text().splitlines() if line.strip()]
     new = ("ap-south-2", "ap-southeast-3", "ap-southeast-4", "ca-west-1", "eu-central-2", "eu-south-2", "il-central-1")
-    names = [name for name in AWS_PLACES if name not in (*new, "me-central-1")]
+    names = [name for name in AWS_REGIONS if name not in (*new, "me-central-1")]
     assert len(rows) == len(names) == OLD_REGIONS
     return {(names[i], names[j]): (rows[i][j] + rows[j][i]) / 2 for i, j in combinations(range(len(names)), 2)}
 
@@ -76,7 +76,7 @@ def rows_apart(folder: Path) -> int:
         rebuild(folder, Path(out))
         return sum(
             len(set((SHIPPED / name).read_text().splitlines()) ^ set((Path(out) / name).read_text().splitlines()))
-            for name in ("regions.csv", "throughput.csv", "egress.csv", "prices.csv", "sources.csv")
+            for name in ("regions.csv", "throughput.csv", "egress.csv", "prices.csv")
         )
 
 

@@ -28,17 +28,12 @@ import torch
 from common.report import Report, not_measured
 from common.s3_server import BUCKET, missing, s3_server
 
-from atlas.runtime.checkpoint import (
-    Checkpointer,
-    Meta,
-    Retention,
-    choose,
-    load_layers,
-    next_attempt,
-    restore,
-    states_of,
-    store_at,
-)
+from atlas.runtime.checkpoint.checkpointer import Checkpointer
+from atlas.runtime.checkpoint.load import choose, load_layers
+from atlas.runtime.checkpoint.manifest import Meta, next_attempt
+from atlas.runtime.checkpoint.place import store_at
+from atlas.runtime.checkpoint.retention import Retention
+from atlas.runtime.checkpoint.state import restore, states_of
 
 PLACE = f"s3://{BUCKET}/run/own"
 LAYERS = ("embed", "0", "1", "2", "3", "head")

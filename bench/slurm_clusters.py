@@ -33,7 +33,8 @@ from common.report import Report, not_measured
 from launch_files import JOB, bits
 
 from atlas.cli import main as atlas
-from atlas.runtime.checkpoint import LocalStore, complete_ids
+from atlas.runtime.checkpoint.manifest import complete_ids
+from atlas.runtime.checkpoint.store import LocalStore
 
 CLUSTERS = {"east": ("n0", "n1", "n2"), "west": ("m0", "m1")}
 STEPS, SAVE_EVERY = 40, 5

@@ -27,7 +27,7 @@ from common import world
 from common.report import Report
 
 from atlas.cost.table import Costs
-from atlas.ir.analysis import critical_path, input_transfer, path_totals_ns, running_end
+from atlas.ir.analysis import critical_path, path_totals_ns, running_end
 from atlas.ir.assemble import repeated, with_optimizer
 from atlas.ir.program import COLLECTIVES
 from atlas.ir.timeline import Timeline
@@ -111,7 +111,7 @@ def per_iteration(timeline: Timeline) -> tuple[float, float, float]:
 
 def overhead_us(timeline: Timeline) -> float:
     """From when the worker and the op's input were both ready to the op's start."""
-    program, inputs = timeline.program, input_transfer(timeline.program)
+    program, inputs = timeline.program, timeline.program.op_input
     order = np.lexsort((timeline.op_start_ns, program.op_worker))
     free_ns = running_end(program.op_worker[order].astype(np.int64), timeline.op_end_ns[order], 0)
     arrive_ns = np.where(inputs >= 0, timeline.transfer_arrive_ns[inputs], 0)[order]

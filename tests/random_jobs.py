@@ -37,7 +37,7 @@ def programs(draw: st.DrawFn, max_iterations: int = 3) -> Program:
     rng = random.Random(draw(st.integers(0, 2**32 - 1)))
     needs = dependencies(layout, rng, split=draw(st.sampled_from([0.0, 0.5, 1.0])), recompute=draw(st.booleans()))
     orders = any_order(layout, needs, rng)
-    program = assemble("random", layout, orders, recompute_on_arrival=draw(st.booleans()))
+    program = assemble("random", layout, orders)
     turn = np.array([rng.randrange(2 * program.num_transfers) for _ in range(program.num_transfers)], np.int64)
     if draw(st.booleans()):
         program = replace(program, turn=turn, sharing=True)
@@ -59,8 +59,7 @@ def dependencies(layout: Layout, rng: random.Random, *, split: float, recompute:
                 after = [forward]
                 if recompute and rng.random() < 0.7:
                     again = (c, Op(Kind.R, s, m))
-                    # A recompute may wait for its gradient (`recompute_on_arrival`): support both.
-                    needs[again] = [forward, *([gradient[s + 1, m]] if (s + 1, m) in gradient else [])]
+                    needs[again] = [forward]
                     after = [again]
                 whole = rng.random() >= split
                 backward = gradient[s, m] = (c, Op(Kind.B if whole else Kind.I, s, m))
@@ -171,5 +170,4 @@ def with_orders(program: Program, orders: list[list[Op]]) -> Program:
         turn=program.turn,
         memory=program.memory,
         num_iterations=program.num_iterations,
-        recompute_on_arrival=program.recompute_on_arrival,
     )

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import httpx2 as httpx
 import pytest
@@ -23,7 +24,11 @@ from bubbletea.serve.run import Where, run
 from bubbletea.serve.worker_windows import alone
 
 MIB = 1 << 20
-PERIOD_S = 0.2
+PERIOD_S = 1.0
+"""Long enough that a worker which waits for a core finds most of its window open: at 0.2 s, a dozen other processes
+closed every window, and nothing was admitted."""
+PATIENCE_S = 120.0
+"""Of a client; seconds are enough on an idle machine."""
 TINY = ServiceSettings(
     "tiny", Served(LLAMA, seed=1), split=2, chunk=128, arena_bytes=16 * MIB, workspace_bytes=64 * MIB,
     store_bytes=256 * MIB, prefix_bytes=32 * MIB, deadline_s=60.0,
@@ -41,11 +46,28 @@ class Serving:
         """Of the prefix cache, whatever it costs: so small a model is computed faster than it is moved."""
         patch.setattr(self.parts.dispatcher.prefixes.times, "pays", lambda num_tokens, compute_ns: True)
 
-    def wait_for_lanes(self, count: int, timeout_s: float = 60.0) -> None:
+    def wait_for_lanes(self, count: int, timeout_s: float = PATIENCE_S) -> None:
         deadline = time.monotonic() + timeout_s
-        while httpx.get(f"{self.url}/health", timeout=10).json()["lanes"] < count:
+        while httpx.get(f"{self.url}/health", timeout=60).json()["lanes"] < count:
             assert time.monotonic() < deadline, f"not {count} lanes within {timeout_s} s"
             time.sleep(0.1)
+
+
+PASSING = ("deadline", "no-lane", "handed_back")
+"""Why a service on a busy host refuses a request for a while: waits are too short there, or a worker is late."""
+
+
+def post_patiently(url: str, **request: Any) -> httpx.Response:
+    """As a client does: a request that is refused for a while is sent again when the answer says so. One that has a
+    deadline is sent once."""
+    end, body = time.monotonic() + PATIENCE_S, request.get("json")
+    while True:
+        response = httpx.post(url, timeout=60, **request)
+        is_refused = response.status_code in (429, 503) and "retry-after-ms" in response.headers
+        if not is_refused or response.json()["error"]["code"] not in PASSING or "deadline_s" in (body or ()):
+            return response
+        assert time.monotonic() < end, response.text
+        time.sleep(int(response.headers["retry-after-ms"]) / 1e3)
 
 
 @contextmanager
@@ -85,5 +107,5 @@ def serving(
         yield found[0]
     finally:
         found[0].server.drain()
-        thread.join(drain_s + 10)
+        thread.join(drain_s + PATIENCE_S)
         assert not thread.is_alive()

@@ -79,8 +79,8 @@ def test_ctrl_c_leaves_nothing_running(tmp_path: Path) -> None:
         assert len(workers) > 6
         os.kill(process.pid, signal.SIGINT)
         told = process.stdout.read()
-        assert process.wait(30) == 130, told
-    deadline = time.monotonic() + 10
+        assert process.wait(120) == 130, told
+    deadline = time.monotonic() + 60
     while not ended(workers):
         assert time.monotonic() < deadline, "workers outlive the demo"
         time.sleep(0.1)

@@ -9,7 +9,7 @@ It makes no choices: datacenters and cells are the job's. Prints nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -31,7 +31,7 @@ from atlas.ir.timeline import Timeline
 from atlas.schedules import SCHEDULES, Bound, Schedule, Setting, lower_bound
 from atlas.sim import SeededNoise, simulate
 from atlas.sim.lower import Tables, noisy
-from atlas.sim.weather import WeatherRuns
+from atlas.sim.weather import Tail, WeatherRuns
 from atlas.spec import Job, override
 
 Progress = Callable[[str, int, int], None]
@@ -65,23 +65,18 @@ class Case:
 
 @dataclass(frozen=True)
 class Spread:
-    """Iteration time over runs with jitter or weather, seconds."""
+    """Iteration times of runs with jitter or weather."""
 
-    runs: int
-    p5_s: float
-    p50_s: float
-    p95_s: float
-    worst_s: float
-    tail_path: str | None = None
-    """The path whose weather causes the runs beyond p95; None without weather."""
-    tail_share: float | None = None
-    """Of their time over the median: what that path alone causes."""
-    times_s: tuple[float, ...] = ()
-    """Of all runs, for charts."""
+    times_s: tuple[float, ...]
+    tail: Tail | None
+    """What causes the runs beyond the 95th percentile; None without weather."""
 
     def row(self) -> dict[str, Any]:
-        """Without the times of the runs."""
-        return {key: value for key, value in vars(self).items() if key != "times_s"}
+        """The figures, JSON-able."""
+        figures = {f"p{p}_s": float(np.percentile(self.times_s, p)) for p in (5, 50, 95)}
+        path, share = (None, None) if self.tail is None else (self.tail.path, self.tail.share)
+        worst_s = max(self.times_s)
+        return {"runs": len(self.times_s), **figures, "worst_s": worst_s, "tail_path": path, "tail_share": share}
 
 
 @dataclass(frozen=True, eq=False)
@@ -326,10 +321,7 @@ def _spread(job: Job, program: Program, costs: Costs, runs: int) -> Spread:
 
     draws = WeatherRuns(program, costs, jitter.seed, jittered if jitter.compute or jitter.wan else None)
     times = [draws.time_s(k) for k in range(runs)]
-    low, middle, high = (float(v) for v in np.percentile(times, [5, 50, 95]))
-    tail = draws.tail(times)
-    spread = Spread(runs, low, middle, high, max(times), times_s=tuple(times))
-    return spread if tail is None else replace(spread, tail_path=tail.path, tail_share=tail.share)
+    return Spread(tuple(times), draws.tail(times))
 
 
 # ---- size --------------------------------------------------------------------------------------------------

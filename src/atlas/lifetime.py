@@ -2,7 +2,7 @@
 asks the kernel to kill it with its parent; a process started by a command watches a pipe or socket of its starter and
 ends at its EOF.
 
-It uses only processes and descriptors.
+`Closing` is the base of objects that are closed at the end of a `with` block. Uses only processes and descriptors.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import select
 import signal
 import threading
+from typing import Self
 
 PR_SET_PDEATHSIG = 1
 """From <sys/prctl.h>."""
@@ -33,6 +34,19 @@ def end_with_parent(parent: int) -> None:
 def describe_exit(code: int) -> str:
     """An exit code in words; negative: the number of a signal."""
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended early with exit code {code}"
+
+
+class Closing:
+    """`with` gives the object itself, and calls its `close` at the end."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        raise NotImplementedError
 
 
 class Lifeline:

@@ -1,5 +1,5 @@
-"""Load a service and measure its responses: `bubbletea bench URL`. Streams completions for many concurrent clients and
-counts every request exactly once: answered, refused (with its Retry-After) or failed.
+"""Send load to a service and measure its responses: `bubbletea bench URL`. Streams completions for many concurrent
+clients and counts every request exactly once: answered, refused (with its Retry-After) or failed.
 
 Uses asyncio's sockets directly: no dependencies, and little load on the measured machine. It works with any
 OpenAI-compatible service.
@@ -197,7 +197,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="NAME", help="model name (default: the one the service has)")
     parser.add_argument("--requests", type=int, default=200, metavar="N", help="number of requests (default 200)")
     parser.add_argument("--clients", type=int, default=16, metavar="N", help="concurrent clients (default 16)")
-    parser.add_argument("--rate", type=float, metavar="R", help="random arrivals per second, instead of clients")
+    parser.add_argument(
+        "--rate", type=float, metavar="R", help="requests per second, at random times, instead of --clients"
+    )
     parser.add_argument("--prompt", default="64:1024", metavar="MIN:MAX", help="tokens of a prompt (default 64:1024)")
     parser.add_argument(
         "--shared", type=int, default=0, metavar="N", help="number of first tokens that all prompts share (default 0)"
@@ -210,7 +212,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="retries of a refused request, after its Retry-After (default 0)",
     )
-    parser.add_argument("--offline", action="store_true", help="send offline requests")
+    parser.add_argument(
+        "--offline", action="store_true", help="requests have no deadline; they use the bubbles that others leave"
+    )
     parser.add_argument("--key-file", type=Path, metavar="FILE", help="a file with the API key")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed of the prompts (default 0)")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -220,8 +224,9 @@ def run(args: argparse.Namespace) -> int:
     low, _, high = args.prompt.partition(":")
     if not (low.isdigit() and (high or low).isdigit() and 0 < int(low) <= int(high or low)):
         raise AtlasError(f"--prompt {args.prompt}: give MIN:MAX, such as 64:1024")
-    key = args.key_file.read_text(encoding="utf-8").strip() if args.key_file else ""
-    url = args.url.rstrip("/")
+    url, key = args.url.rstrip("/"), _key(args.key_file)
+    if not url.startswith(("http://", "https://")):
+        raise AtlasError(f"{url}: not the address of a service. Write it like http://127.0.0.1:8000")
     load = BenchLoad(
         url=url,
         model=args.model or _served_model(url, key),
@@ -241,13 +246,22 @@ def run(args: argparse.Namespace) -> int:
     return 0 if set(report["by_status"]) <= {"200", "429", "503"} else 1
 
 
-def _served_model(url: str, key: str) -> str:
-    request = Request(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"} if key else {})
+def _key(file: Path | None) -> str:
     try:
+        return file.read_text(encoding="utf-8").strip() if file else ""
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise AtlasError(f"--key-file {file}: cannot be read: {why}. Check the path") from None
+
+
+def _served_model(url: str, key: str) -> str:
+    try:
+        request = Request(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"} if key else {})
         with urlopen(request, timeout=10) as response:
             return str(json.load(response)["data"][0]["id"])
     except (URLError, OSError, ValueError, KeyError, IndexError) as error:
-        raise AtlasError(f"{url}: no service responds there ({error}). Start one with `bubbletea serve`") from None
+        why = getattr(error, "reason", error)
+        raise AtlasError(f"{url}: no service responds there ({why}). Start one with `bubbletea serve`") from None
 
 
 def _table(report: dict[str, Any]) -> str:

@@ -128,7 +128,7 @@ def price_prefill(
     one, two = (_layer_s(model, tokens, tp, at) for tokens in (1024, 2048))
     pair_s = 4 * attention_width(model) / tp / at.attention_flop_per_s
     token_s = (two - one) / 1024
-    head_s = head_seconds(model, tp, at)
+    head_s = head_params(model) * ELEMENT_BYTES / tp / at.bytes_per_s  # logits of one token: the matrix is read once
     return PrefillCosts(
         model=model,
         layer=LayerTime(KERNEL_FLOOR_US * 1e3, (one - 1024 * token_s) * 1e9, token_s * 1e9, pair_s * 1e9),
@@ -144,11 +144,6 @@ def _layer_s(model: Model, tokens: int, tp: int, at: Rates) -> float:
     sized = model.model_copy(update={"seq_len": tokens})
     seconds = layer_pass(sized, 1, tp, ELEMENT_BYTES, at).forward_s
     return seconds - layer_attention_flops(sized, 1) / tp / at.attention_flop_per_s
-
-
-def head_seconds(model: Model, tp: int, at: Rates) -> float:
-    """Logits of one token: the time to read the matrix."""
-    return head_params(model) * ELEMENT_BYTES / tp / at.bytes_per_s
 
 
 def measured(costs: PrefillCosts, points: Sequence[tuple[int, int, float]]) -> PrefillCosts:

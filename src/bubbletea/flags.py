@@ -13,7 +13,7 @@ def aim_flags(parser: argparse.ArgumentParser) -> None:
         "--goal",
         type=positive,
         metavar="S",
-        help="requests that cannot be delivered within S seconds use slow lanes",
+        help="a request that no lane delivers within S seconds takes the slowest lane that meets its deadline",
     )
     parser.add_argument(
         "--late",

@@ -21,11 +21,14 @@ import struct
 import time
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from atlas.errors import WorkerError
+
+if TYPE_CHECKING:
+    from bubbletea.prefill.tls import TlsSocket
 
 log = logging.getLogger("bubbletea.frames")
 _HEAD, _BODY = struct.Struct("!4sBHQI"), struct.Struct("!I")
@@ -52,20 +55,8 @@ CHALLENGE, PROOF, WELCOME = 1, 2, 3
 """Kinds of the handshake; other modules number theirs from 16."""
 
 Payload = bytes | bytearray | memoryview
-
-
-class FrameSocket(Protocol):
-    """What a blocking socket has, with TLS or without."""
-
-    def settimeout(self, seconds: float | None, /) -> None: ...
-
-    def recv_into(self, buffer: memoryview, /) -> int: ...
-
-    def sendall(self, data: Payload, /) -> None: ...
-
-    def shutdown(self, how: int, /) -> None: ...
-
-    def close(self) -> None: ...
+FrameSocket: TypeAlias = "socket.socket | TlsSocket"
+"""A blocking one."""
 
 
 class OlderReleaseError(WorkerError):
@@ -107,7 +98,12 @@ def _checksum(text: bytes | memoryview, payload: Payload, fields: Mapping[str, A
 
 def _checked(kind: int, text: bytes | memoryview, payload: Payload, checksum: Payload) -> dict[str, Any]:
     """The fields."""
-    fields = _fields(text)
+    try:
+        fields = json.loads(bytes(text))
+    except (ValueError, RecursionError):
+        fields = None
+    if not isinstance(fields, dict):
+        raise WorkerError("the fields of a frame are not a JSON object")
     if kind > WELCOME and _BODY.unpack(checksum)[0] != _checksum(text, payload, fields):
         raise WorkerError("a frame was damaged on the way")
     return fields
@@ -123,16 +119,6 @@ def _sizes(head: bytes, max_fields: int, max_payload: int) -> tuple[int, int, in
         given, allowed = f"{num_fields} and {num_payload}", f"{max_fields} and {max_payload}"
         raise WorkerError(f"a frame of {given} bytes is more than the {allowed} allowed")
     return kind, num_fields, num_payload
-
-
-def _fields(text: bytes | memoryview) -> dict[str, Any]:
-    try:
-        fields = json.loads(bytes(text))
-    except (ValueError, RecursionError):
-        fields = None
-    if not isinstance(fields, dict):
-        raise WorkerError("the fields of a frame are not a JSON object")
-    return fields
 
 
 # ---- blocking sockets --------------------------------------------------------------------------------------------
@@ -286,15 +272,26 @@ class FrameServer:
         writer: asyncio.StreamWriter,
         answer: Callable[[dict[str, Any]], dict[str, Any]] = lambda who: {},
     ) -> dict[str, Any]:
-        """The handshake; returns the caller's fields once the token is proved."""
+        """The accepting side of the handshake; returns the caller's fields once the token is proved. `answer` is sent
+        back."""
         async with asyncio.timeout(GREETING_S):
             if self.context is not None:
                 await _start_tls(writer, self.context)
-            who = await admit_caller(reader, writer, self.token, answer)
+            mine = secrets.token_hex(16)
+            write(writer, CHALLENGE, {"nonce": mine})
+            await writer.drain()
+            proof = await receive_async(reader, max_fields=MAX_GREETING_BYTES, max_payload=0)
+            theirs, given = str(proof.fields.get("nonce", "")), proof.fields.get("proof")
+            if proof.kind != PROOF or not _equal(given, _proof(self.token, "caller", mine, theirs)):
+                write(writer, WELCOME, {})  # without a proof: the caller learns why it is refused
+                await writer.drain()
+                raise TokenRefused("a caller has another token: give both sides the same")
+            write(writer, WELCOME, {**answer(proof.fields), "proof": _proof(self.token, "service", theirs, mine)})
+            await writer.drain()
         me = asyncio.current_task()
         assert me is not None
         self._greeting.pop(me, None)
-        return who
+        return proof.fields
 
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         raise NotImplementedError
@@ -332,26 +329,3 @@ def greet(sock: FrameSocket, token: str, who: Mapping[str, Any]) -> dict[str, An
         raise TokenRefused("the service has another token: give both sides the same")
     sock.settimeout(None)
     return welcome.fields
-
-
-async def admit_caller(
-    reader: asyncio.StreamReader,
-    writer: asyncio.StreamWriter,
-    token: str,
-    answer: Callable[[dict[str, Any]], dict[str, Any]] = lambda who: {},
-) -> dict[str, Any]:
-    """The accepting side of the handshake; returns the caller's fields once the token is proved. `answer` is sent
-    back."""
-    async with asyncio.timeout(GREETING_S):
-        mine = secrets.token_hex(16)
-        write(writer, CHALLENGE, {"nonce": mine})
-        await writer.drain()
-        proof = await receive_async(reader, max_fields=MAX_GREETING_BYTES, max_payload=0)
-        theirs = str(proof.fields.get("nonce", ""))
-        if proof.kind != PROOF or not _equal(proof.fields.get("proof"), _proof(token, "caller", mine, theirs)):
-            write(writer, WELCOME, {})  # without a proof: the caller learns why it is refused
-            await writer.drain()
-            raise TokenRefused("a caller has another token: give both sides the same")
-        write(writer, WELCOME, {**answer(proof.fields), "proof": _proof(token, "service", theirs, mine)})
-        await writer.drain()
-        return proof.fields

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -99,6 +100,16 @@ def unpack_block(frame: WireFrame, *, model: str | None = None) -> KvBlock:
         raise WorkerError(f"keys and values of layer {layer}, tokens {start} to {stop}, were damaged on the way")
     data = bytearray(frame.payload) if memoryview(frame.payload).readonly else frame.payload
     return KvBlock(ticket, given, layer, start, stop, torch.frombuffer(data, dtype=dtype).view(shape), stated)
+
+
+def reach(spans: Iterable[tuple[int, int]]) -> int:
+    """How many first tokens spans (first, stop) cover without a gap."""
+    end = 0
+    for start, stop in sorted(spans):
+        if start > end:
+            break
+        end = max(end, stop)
+    return end
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

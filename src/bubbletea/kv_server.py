@@ -14,10 +14,11 @@ import os
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from atlas.addresses import is_loopback
 from atlas.errors import AtlasError, WorkerError
 from bubbletea.frames import FrameServer, OlderReleaseError, WireFrame, pack, receive_async, send, write
 from bubbletea.kv_blocks import END, FETCH, GONE, KV, PLACE, PLACES, READ, RELEASE, KvBlock, pack_block
@@ -94,15 +95,9 @@ def own_address(bound: str) -> str:
 class KvServer(FrameServer):
     """`start` listens: on loopback with a token, elsewhere with certificates too."""
 
-    def __init__(
-        self,
-        holder: Holder,
-        token: str,
-        context: ssl.SSLContext | None = None,
-        on_fetched: Callable[[str, int], None] = lambda ticket, n: None,
-    ) -> None:
+    def __init__(self, holder: Holder, token: str, context: ssl.SSLContext | None = None) -> None:
         super().__init__(token, context)
-        self.holder, self.on_fetched = holder, on_fetched
+        self.holder = holder
         self.nixl_unencrypted = False
         """NIXL may be used although this connection is encrypted."""
         self.address: tuple[str, int] = ("", 0)
@@ -113,7 +108,7 @@ class KvServer(FrameServer):
         await asyncio.gather(*self._withdrawals)
 
     async def start(self, host: str, port: int) -> None:
-        if self.context is None and not ipaddress.ip_address(host).is_loopback:
+        if self.context is None and not is_loopback(host):
             raise AtlasError(f"hand-off on {host}: decode engines of other hosts need certificates. Give --certs")
         bound, port = self._listen_at(host, port)
         self.address = (own_address(bound), port)
@@ -151,7 +146,6 @@ class KvServer(FrameServer):
         await self._send(writer, blocks)
         write(writer, END, {"blocks": len(blocks)})
         await writer.drain()
-        self.on_fetched(wanted.ticket, len(blocks))
         return ()
 
     async def _offer(
@@ -174,7 +168,6 @@ class KvServer(FrameServer):
             self._withdraw(offering)
         if frame.kind != READ:
             raise WorkerError(f"a frame of kind {frame.kind} where READ is expected")
-        self.on_fetched(blocks[0].ticket, len(packed))
 
     def _withdraw(self, offering: asyncio.Future[Offer]) -> None:
         """Deregisters the memory on a task of its own: `close` cancels that of the caller, perhaps while a thread still

@@ -57,8 +57,11 @@ class Cache:
         """Declare a tool. Another version gives new keys."""
         self._tools[tool.name] = tool
 
-    def knows(self, name: str) -> bool:
-        return name in self._tools
+    def declare_once(self, tool: Tool) -> None:
+        """Unless this version is declared already: the audit may have changed its effect."""
+        known = self._tools.get(tool.name)
+        if known is None or known.version != tool.version:
+            self.declare(tool)
 
     def tool(self, name: str) -> Tool:
         return self._tools.get(name) or Tool(name)
@@ -84,7 +87,7 @@ class Cache:
         self._tell(
             f"differs {tool.name}",
             f"task {ask.task.name!r}: tool {tool.name!r}, declared `{tool.effect}`: {why}. Its values and all that "
-            f"followed were dropped; it counts as `{should_be}` now. Declare it so",
+            f"followed were dropped; it counts as `{should_be}` now. Declare it as that",
         )
 
     def uncacheable(self, name: str, error: Exception) -> None:

@@ -19,7 +19,7 @@ from tvcache.errors import TvcacheError
 
 COMMANDS = {
     "serve": "run a cache server that rollouts of many processes and sites share",
-    "show": "write a page with the tree, hits and seconds saved",
+    "show": "write a page with the tree of calls, hits and seconds saved",
     "replay": "show what a cache would have saved on recorded trajectories",
 }
 

@@ -2,8 +2,6 @@
 
 TvcacheError               something the user can fix; the command line prints it and exits with 2
 |-- ArgumentsError         a call that has no canonical form (not JSON, NaN, too deep, too large)
-|-- TrajectoryError        a file of trajectories that cannot be read
-|-- LogError               a log file that is not one, or is in use
 |-- CannotForkError        this environment cannot be copied; the cache continues without snapshots
 `-- ReplayError            an environment could not be brought to the state that a call needs
 """
@@ -17,14 +15,6 @@ class TvcacheError(Exception):
 
 class ArgumentsError(TvcacheError):
     """A call's name or arguments have no canonical form."""
-
-
-class TrajectoryError(TvcacheError):
-    """A file of trajectories is invalid."""
-
-
-class LogError(TvcacheError):
-    """A log cannot be opened."""
 
 
 class CannotForkError(TvcacheError):

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from tvcache import messages
-from tvcache.errors import ArgumentsError, LogError
+from tvcache.errors import ArgumentsError, TvcacheError
 from tvcache.stores import Ask
 from tvcache.values import Value
 
@@ -59,7 +59,7 @@ class LogStore:
             flags = os.O_RDONLY if read_only else os.O_RDWR | os.O_CREAT | os.O_APPEND
             self._file = os.open(path, flags | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise LogError(f"{path}: {error.strerror or error}. Choose another place with --log") from None
+            raise TvcacheError(f"{path}: {error.strerror or error}. Choose another place with --log") from None
         try:
             if not read_only:
                 self._lock()
@@ -222,7 +222,7 @@ class LogStore:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise LogError(
+            raise TvcacheError(
                 f"{self.path}: another server uses this log. Stop it, or choose another with --log"
             ) from None
 
@@ -237,7 +237,7 @@ class LogStore:
             if not log_id:
                 if not line.endswith(b"\n"):
                     break  # truncated in the first line: the file is empty
-                raise LogError(f"{self.path} is not a log of tvcache. Choose another place with --log")
+                raise TvcacheError(f"{self.path} is not a log of tvcache. Choose another place with --log")
             if record is None:
                 if line.endswith(b"\n"):
                     self.damaged += 1
@@ -249,7 +249,9 @@ class LogStore:
         self.end = end
         if self._read_only:
             if not log_id:
-                raise LogError(f"{self.path} is not a log of tvcache. Give the file that `tvcache serve --log` wrote")
+                raise TvcacheError(
+                    f"{self.path} is not a log of tvcache. Give the file that `tvcache serve --log` wrote"
+                )
             return log_id, end
         if end < size:
             LOG.warning(

@@ -34,7 +34,7 @@ class CacheMetrics:
             "tvcache_conflicts", "Values that arrived twice and differed: the first was kept", lambda: log.conflicts
         )
         self._gauge("tvcache_merged", "Values that came from other sites", lambda: log.merged)
-        self._gauge("tvcache_peers_down", "Other sites that do not answer", lambda: server.peers.num_down)
+        self._gauge("tvcache_peers_down", "Other sites that do not answer", lambda: len(server.peers.down))
 
     def _gauge(self, name: str, text: str, value: object) -> None:
         Gauge(name, text, registry=self.registry).set_function(value)  # type: ignore[arg-type]

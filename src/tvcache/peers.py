@@ -31,67 +31,55 @@ class Peers:
         self.down: set[str] = set()
         self._stopping = threading.Event()
 
-    @property
-    def num_down(self) -> int:
-        return len(self.down)
-
     def start(self, loop: asyncio.AbstractEventLoop, log: LogStore, grown: asyncio.Event) -> None:
+        self._loop, self._log, self._grown = loop, log, grown
         for one in self.endpoints:
-            reader = _Reader(one, loop, log, grown, self)
-            threading.Thread(target=reader.run, name=f"tvcache-peer {one.url}", daemon=True).start()
+            threading.Thread(target=self._follow, args=(one,), name=f"tvcache-peer {one.url}", daemon=True).start()
 
     def stop(self) -> None:
         self._stopping.set()
 
-    def stopping(self, seconds: float = 0.0) -> bool:
-        return self._stopping.wait(seconds)
-
-
-class _Reader:
-    def __init__(
-        self, endpoint: HttpEndpoint, loop: asyncio.AbstractEventLoop, log: LogStore, grown: asyncio.Event, peers: Peers
-    ) -> None:
-        self.endpoint, self.loop, self.log, self.grown, self.peers = endpoint, loop, log, grown, peers
-        self.log_id, self.after = log.cursors.get(endpoint.url, ("", 0))
-
-    def run(self) -> None:
-        while not self.peers.stopping():
+    def _follow(self, endpoint: HttpEndpoint) -> None:
+        """Reads the log of one site until `stop`."""
+        position = self._log.cursors.get(endpoint.url, ("", 0))
+        while not self._stopping.is_set():
             try:
-                self._read()
+                position = self._read(endpoint, *position)
             except (OSError, http.client.HTTPException, ValueError, TvcacheError) as error:
-                if self.endpoint.url not in self.peers.down:
-                    self.peers.down.add(self.endpoint.url)
-                    LOG.warning("tvcache: site %s does not answer (%s): trying again", self.endpoint.url, error)
-                self.peers.stopping(RETRY_S)
+                if endpoint.url not in self.down:
+                    self.down.add(endpoint.url)
+                    LOG.warning("tvcache: site %s does not answer (%s): trying again", endpoint.url, error)
+                self._stopping.wait(RETRY_S)
             else:
-                if self.endpoint.url in self.peers.down:
-                    self.peers.down.discard(self.endpoint.url)
-                    LOG.warning("tvcache: site %s answers again", self.endpoint.url)
-        self.endpoint.close()
+                if endpoint.url in self.down:
+                    self.down.discard(endpoint.url)
+                    LOG.warning("tvcache: site %s answers again", endpoint.url)
+        endpoint.close()
 
-    def _read(self) -> None:
-        path = f"/v1/log?after={self.after}&log={quote(self.log_id)}&wait_s={WAIT_S:g}"
-        status, headers, data = self.endpoint.request("GET", path, None, WAIT_S + 10.0)
+    def _read(self, endpoint: HttpEndpoint, log_id: str, after: int) -> tuple[str, int]:
+        """Adopts what is new; the id of the other log, and how far it was read."""
+        path = f"/v1/log?after={after}&log={quote(log_id)}&wait_s={WAIT_S:g}"
+        status, headers, data = endpoint.request("GET", path, None, WAIT_S + 10.0)
         if status != 200:
             raise TvcacheError(f"it answered {status}: {data[:200].decode(errors='replace')}")
         log_id, after = headers.get("x-tvcache-log", ""), int(headers.get("x-tvcache-next", "0"))
         lines = data.splitlines(keepends=True)
         new = False
         for begin in range(0, len(lines), BATCH):
-            adopting = asyncio.run_coroutine_threadsafe(self._adopt(lines[begin : begin + BATCH]), self.loop)
-            new = adopting.result(60) or new
+            adopted = self._adopt(endpoint, lines[begin : begin + BATCH])
+            new = asyncio.run_coroutine_threadsafe(adopted, self._loop).result(60) or new
         if new:  # otherwise two sites would write positions for each other forever
-            self.loop.call_soon_threadsafe(self.log.remember, self.endpoint.url, log_id, after)
-        self.log_id, self.after = log_id, after
+            self._loop.call_soon_threadsafe(self._log.remember, endpoint.url, log_id, after)
+        return log_id, after
 
-    async def _adopt(self, lines: list[bytes]) -> bool:
+    async def _adopt(self, endpoint: HttpEndpoint, lines: list[bytes]) -> bool:
         new = False
         for line in lines:
             record = unframed(line)
             try:
-                new = (record is not None and self.log.adopt(record)) or new
+                new = (record is not None and self._log.adopt(record)) or new
             except ArgumentsError as error:
-                LOG.warning("tvcache: site %s sent an invalid record (%s): left out", self.endpoint.url, error)
+                LOG.warning("tvcache: site %s sent an invalid record (%s): left out", endpoint.url, error)
         if new:
-            self.grown.set()
+            self._grown.set()
         return new

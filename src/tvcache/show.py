@@ -17,6 +17,11 @@ MAX_TASKS = 200
 MAX_NODES = 400
 """Nodes of one task on a page; the rest is only counted."""
 MAX_TEXT = 140
+LEGEND = (
+    "<p class=legend>Each line is a call whose output is stored; the number is how often it was hit. "
+    "<b class=m>●</b> changes the state: what is indented below it was called after it. "
+    "<b class=r>○</b> only reads.</p>"
+)
 
 
 @dataclass
@@ -137,7 +142,7 @@ def page(found: Mapping[str, Any]) -> str:
             "</dl>",
             _warning(found["dropped"]),
             _tools(found["tools"]),
-            f"<h2>Tasks</h2>{_legend() if found['tasks'] else _nothing()}",
+            f"<h2>Tasks</h2>{LEGEND if found['tasks'] else '<p class=legend>No values yet.</p>'}",
             *(_task(task, index == 0) for index, task in enumerate(found["tasks"])),
             _more(found["num_tasks"] - len(found["tasks"]), "tasks"),
             "</main></body></html>",
@@ -176,18 +181,6 @@ def _tools(tools: Mapping[str, Mapping[str, Any]]) -> str:
         "<h2>Tools</h2><div class=wide><table><thead><tr><th>tool</th><th>hits</th><th>values</th><th>hit rate</th>"
         f"<th>saved</th><th></th></tr></thead><tbody>{rows}</tbody></table></div>"
     )
-
-
-def _legend() -> str:
-    return (
-        "<p class=legend>Each line is a call whose output is stored; the number is how often it was hit. "
-        "<b class=m>●</b> changes the state: what is indented below it was called after it. "
-        "<b class=r>○</b> only reads.</p>"
-    )
-
-
-def _nothing() -> str:
-    return "<p class=legend>No values yet.</p>"
 
 
 def _task(task: Mapping[str, Any], is_open: bool) -> str:

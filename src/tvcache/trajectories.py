@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tvcache.errors import ArgumentsError, TrajectoryError
+from tvcache.errors import ArgumentsError, TvcacheError
 from tvcache.keys import Task, ToolCall, parse
 from tvcache.values import encode
 
@@ -59,14 +59,14 @@ def read(path: Path) -> Recorded:
         data = path.read_bytes()
         text = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode()
     except OSError as error:
-        raise TrajectoryError(f"{path}: {error.strerror or error}. Check the path") from None
+        raise TvcacheError(f"{path}: {error.strerror or error}. Check the path") from None
     except (EOFError, gzip.BadGzipFile, UnicodeDecodeError) as error:
-        raise TrajectoryError(f"{path}: damaged ({error}). Copy it again") from None
+        raise TvcacheError(f"{path}: damaged ({error}). Copy it again") from None
     oddities: Counter[str] = Counter()
     trajectories = [_trajectory(path, number, found, oddities) for number, found in enumerate(_objects(path, text), 1)]
     found = Recorded(path.name, trajectories, oddities)
     if not found.num_calls:
-        raise TrajectoryError(f"{path}: no tool call in it. Give trajectories with messages, traj or calls")
+        raise TvcacheError(f"{path}: no tool call in it. Give trajectories with messages, traj or calls")
     return found
 
 
@@ -74,14 +74,14 @@ def _objects(path: Path, text: str) -> Iterator[Any]:
     try:
         whole = json.loads(text)
     except RecursionError:
-        raise TrajectoryError(f"{path}: nested too deep") from None
+        raise TvcacheError(f"{path}: nested too deep") from None
     except json.JSONDecodeError:
         for number, line in enumerate(text.splitlines(), 1):
             if line.strip():
                 try:
                     yield json.loads(line)
                 except (json.JSONDecodeError, RecursionError) as error:
-                    raise TrajectoryError(f"{path}: line {number} is not JSON ({error})") from None
+                    raise TvcacheError(f"{path}: line {number} is not JSON ({error})") from None
         return
     yield from whole if isinstance(whole, list) else [whole]
 
@@ -89,14 +89,14 @@ def _objects(path: Path, text: str) -> Iterator[Any]:
 def _trajectory(path: Path, number: int, found: Any, oddities: Counter[str]) -> Trajectory:
     where = f"{path}: trajectory {number}"
     if not isinstance(found, dict):
-        raise TrajectoryError(f"{where} is not an object: give one with messages, traj or calls")
+        raise TvcacheError(f"{where} is not an object: give one with messages, traj or calls")
     name = found.get("task", found.get("task_id"))
     if not isinstance(name, (str, int)):
-        raise TrajectoryError(f"{where} has no task or task_id, so its tree is unknown: add one")
+        raise TvcacheError(f"{where} has no task or task_id, so its tree is unknown: add one")
     made = Trajectory(Task(str(name), str(found.get("image", ""))))
     given = next((found[key] for key in ("calls", "messages", "traj") if isinstance(found.get(key), list)), None)
     if given is None:
-        raise TrajectoryError(f"{where} has no list of messages, traj or calls")
+        raise TvcacheError(f"{where} has no list of messages, traj or calls")
     if "calls" in found:
         made.steps = [_recorded(where, call, oddities) for call in given]
     else:
@@ -106,7 +106,7 @@ def _trajectory(path: Path, number: int, found: Any, oddities: Counter[str]) -> 
 
 def _recorded(where: str, found: Any, oddities: Counter[str]) -> Step:
     if not isinstance(found, dict) or not isinstance(found.get("name"), str):
-        raise TrajectoryError(f"{where}: a call is an object with a name, not {str(found)[:80]!r}")
+        raise TvcacheError(f"{where}: a call is an object with a name, not {str(found)[:80]!r}")
     step = _step(found["name"], found.get("arguments", {}), oddities, str(found.get("version", "")))
     if "output" in found:
         step.body = encode(found["output"])
@@ -115,7 +115,7 @@ def _recorded(where: str, found: Any, oddities: Counter[str]) -> Step:
     seconds = found.get("seconds")
     if isinstance(seconds, (int, float)) and not isinstance(seconds, bool):
         if not 0 <= seconds < 1e9:
-            raise TrajectoryError(f"{where}: seconds {seconds!r} of {found['name']!r}: must be a number of at least 0")
+            raise TvcacheError(f"{where}: seconds {seconds!r} of {found['name']!r}: must be a number of at least 0")
         step.seconds = float(seconds)
     return step
 
@@ -125,13 +125,13 @@ def _messages(made: Trajectory, where: str, messages: list[Any], oddities: Count
     open_: dict[str, list[Step]] = {}
     for message in messages:
         if not isinstance(message, dict):
-            raise TrajectoryError(f"{where}: a message is an object, not {str(message)[:80]!r}")
+            raise TvcacheError(f"{where}: a message is an object, not {str(message)[:80]!r}")
         for called in message.get("tool_calls") or ():
             try:
                 name, arguments = called["function"]["name"], called["function"]["arguments"]
                 steps = open_.setdefault(str(called["id"]), [])
             except (KeyError, TypeError):
-                raise TrajectoryError(f"{where}: a tool call needs id and function, not {str(called)[:80]!r}") from None
+                raise TvcacheError(f"{where}: a tool call needs id and function, not {str(called)[:80]!r}") from None
             made.steps.append(_step(str(name), arguments, oddities))
             steps.append(made.steps[-1])
         if message.get("role") == "tool":

@@ -40,7 +40,7 @@ def changed(tmp_path: Path, old: str, new: str) -> None:
         ("pp: 4", "# pp", ("bad.yaml", "pp", "missing", "Add pp:")),
         ("pp: 4", "pp: 4\nnum_microbatch: 3", ("bad.yaml:29", "num_microbatch", "unknown key", "'num_microbatches'")),
         ("pair_gbps: 5", "pair_gbps: -5", ("bad.yaml:20", "cluster.wan.pair_gbps", "-5", "greater than 0", "Change")),
-        ("pp: 4", "pp: 12", ("bad.yaml:28", "pp = 12", "12 stages are more than the model's 8 layers", "At most 8")),
+        ("pp: 4", "pp: 12", ("bad.yaml:28", "pp = 12", "12 stages are more than the model's 8 layers", "at most 8")),
         ("pp: 4", "pp: 4\nmemory_gib: 1", ("bad.yaml", "memory_gib = 1", "GiB per GPU", "optimizer", "Raise pp")),
         ("pp: 4", "pp: [", ("bad.yaml", "YAML")),
         ("nodes: 4", "nodes: 1", ("bad.yaml", "pp = 4", "8 GPUs", "fewer")),

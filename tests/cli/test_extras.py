@@ -56,7 +56,6 @@ NEEDS = {
         ["atlas", "train", TINY, "--emulate", "--steps", "1"],
         ["atlas", "train", TINY, "--dc", "east", "--device", "cpu"],
         ["atlas", "profile", TINY, "--gpu", "H200", "--device", "cpu", "--out", "profile.yaml"],
-        ["atlas", "checkpoint", "list", "."],
         ["atlas", "checkpoint", "verify", "."],
         ["bubbletea", "serve", TINY],
         ["bubbletea", "serve", "--alone", "1"],
@@ -64,7 +63,7 @@ NEEDS = {
     "safetensors": [
         ["atlas", "train", TINY, "--emulate", "--steps", "1"],
         ["atlas", "train", TINY, "--dc", "east", "--device", "cpu"],
-        ["atlas", "checkpoint", "list", "."],
+        ["atlas", "checkpoint", "verify", "."],
     ],
     "tokenizers": [["atlas", "data", "tokenize", "text", "--out", "shards", "--tokenizer", "tokenizer.json"]],
     "resvg_py": [["atlas", "simulate", TINY, "--schedule", "1f1b", "--png", "figure.png"]],
@@ -88,6 +87,7 @@ NEED_NONE = [
     ["atlas", "schedules", "--show", "gpipe", TINY],
     ["atlas", "data", "tokenize", "text", "--out", "shards"],
     ["atlas", "data", "check", "shards"],
+    ["atlas", "checkpoint", "list", "."],
     *([name, *words] for name, words in (("atlas", ["train", "--help"]), ("bubbletea", ["serve", "--help"]))),
     ["bubbletea", "simulate", "--help"],
     ["bubbletea", "bench", "--help"],
@@ -102,6 +102,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[int 
     for folder in folders.values():
         (folder / "text").write_text("a text of a few words\n" * 50)
         (folder / "tokenizer.json").write_text("{}")
+        (folder / "step-00000001-a0").mkdir()
+        (folder / "step-00000001-a0" / "begun").touch()
     words = [sys.executable, "-c", SCRIPT, json.dumps([(str(folders[name]), *case) for name, case in cases.items()])]
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     subprocess.run(words, env=env, capture_output=True, text=True, timeout=240, check=True)

@@ -92,9 +92,11 @@ def test_bad_input_of_init_is_refused(atlas: Atlas, words: tuple[str, ...], want
 
 def test_a_mixture_of_experts_config_is_refused_with_the_reason(atlas: Atlas) -> None:
     Path("config.json").write_text(json.dumps({"model_type": "mixtral", "num_local_experts": 8}))
-    assert "mixtures of experts are not priced" in atlas("init", "--model", "config.json", "--batch", "1M", *SITES).err
+    assert (
+        "mixtures of experts are not supported" in atlas("init", "--model", "config.json", "--batch", "1M", *SITES).err
+    )
     Path("config.json").write_text(json.dumps({"model_type": "mamba", "num_hidden_layers": 8}))
-    assert "priced wrongly" in atlas("init", "--model", "config.json", "--batch", "1M", *SITES).err
+    assert "durations would be wrong" in atlas("init", "--model", "config.json", "--batch", "1M", *SITES).err
 
 
 def test_a_price_of_ones_own_is_no_prior(atlas: Atlas) -> None:

@@ -11,7 +11,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from atlas.cost.compute import analytic, calibrated, layer_pass, model_times, pricing, rates
+from atlas.cost.compute import analytic, calibrated, layer_pass, model_time, pricing, rates
 from atlas.errors import SpecError
 from atlas.spec import GPUS, Calibration, Model, override, parse_job
 from atlas.spec.job import Job
@@ -88,9 +88,9 @@ def test_a_job_is_priced_by_its_gpus_constants_unless_it_says_otherwise() -> Non
     assert GPU.calibration is not None
     fused = rates(GPU, GPU.calibration, fused_attention=True)
     want = layer_pass(job().model, 1, 1, 2, fused, 4).forward_s
-    stated = analytic(job(), GPU).layers[0].forward_s
+    stated = analytic(job(), GPU, GPU.peer_gbps * 1e9).layers[0].forward_s
     assert want != stated
-    layer = {name: model_times(found)("a").layers[0].forward_s for name, found in _kinds().items()}
+    layer = {name: model_time(found, found.cluster.dc("a")).layers[0].forward_s for name, found in _kinds().items()}
     assert layer == {"left out": want, "calibrated": want, "not calibrated": stated, "efficiency": stated}
 
 
@@ -128,7 +128,7 @@ def test_every_built_in_type_is_calibrated_or_said_not_to_be(name: str) -> None:
 
 def test_a_calibrated_job_on_a_type_without_constants_says_what_to_do() -> None:
     with pytest.raises(SpecError, match="calibrated = True: a GPU type of this job has no `calibration`"):
-        calibrated(job(calibrated=True), GPUS["L4"])
+        calibrated(job(calibrated=True), GPUS["L4"], 1e9)
 
 
 def test_a_misspelt_constant_names_the_nearest() -> None:

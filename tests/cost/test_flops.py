@@ -69,6 +69,7 @@ def test_seconds_are_near_those_measured_on_an_h200(
 
 def test_tensor_parallelism_divides_compute_and_pays_the_peers() -> None:
     data = stage_of_four(4096, 4096)
-    one, eight = (analytic(parse_job({**data, "tp": tp}), GPUS["H200"]).layers[0] for tp in (1, 8))
+    gpu = GPUS["H200"]
+    one, eight = (analytic(parse_job({**data, "tp": tp}), gpu, gpu.peer_gbps * 1e9).layers[0] for tp in (1, 8))
     assert one.forward_s / 8 < eight.forward_s < one.forward_s / 4
     assert eight.weight_s == pytest.approx(one.weight_s / 8)

@@ -58,7 +58,7 @@ def test_a_rehearsal_takes_as_long_as_predicted(provision: bool) -> None:
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("late", "the switch was late: nothing settled within 0.2 s"),
+        ("late", "the switch was late: the circuits were not ready within 0.2 s"),
         ("refuses", "refused: the switch is in maintenance"),
         ("no-change", "acknowledged [12] circuits that it does not have"),
     ],

@@ -87,7 +87,7 @@ def locally_ordered(draw: st.DrawFn) -> Program:
             stage = min(op.stage for op in order)
             for kind in (Kind.SYNC, Kind.NORM):
                 order.insert(rng.randint(max(0, len(order) - 2), len(order)), Op(kind, stage, 0))
-    return assemble("random", layout, orders, recompute_on_arrival=draw(st.booleans()))
+    return assemble("random", layout, orders)
 
 
 @given(locally_ordered())
@@ -170,13 +170,6 @@ def test_a_deadlock_names_the_circle():
     for op in ("0B0 on p0.s0 (a)", "0F1 on p0.s0 (a)", "1F1 on p0.s1 (b)", "1B0 on p0.s1 (b)"):
         assert op in str(raised.value)
     assert not finishes(program)
-
-
-def test_a_recompute_that_waits_for_its_gradient_can_deadlock():
-    first, second = "0F0 0R0 0F1 0B0 0R1 0B1", "1F0 1F1 1B0 1B1"
-    check(two_stages(first, second))
-    with pytest.raises(ProgramError, match="deadlock"):
-        check(two_stages(first, second, recompute_on_arrival=True))
 
 
 def test_a_collective_that_one_member_never_joins_is_rejected():

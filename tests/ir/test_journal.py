@@ -126,7 +126,7 @@ def test_an_array_of_another_length_is_refused(tmp_path: Path) -> None:
     head, step = map(json.loads, path.read_text().splitlines())
     step["op_end_ns"] = step["transfer_ready_ns"]
     path.write_text(f"{json.dumps(head)}\n{json.dumps(step)}\n")
-    with pytest.raises(AtlasError, match="not a complete journal"):
+    with pytest.raises(AtlasError, match="not a complete timeline of a run"):
         load_timeline(path)
 
 

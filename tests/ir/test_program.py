@@ -38,7 +38,7 @@ def test_every_transfer_joins_the_two_ops_that_its_name_says(program: Program):
         assert program.op_worker[program.transfer_src[t]] == program.worker(c, src.stage)
         assert program.op_worker[program.transfer_dst[t]] == program.worker(c, dst.stage)
         assert src.kind == kind_of[direction][0] or (direction == BACKWARD and src.kind == Kind.B)
-        if direction == BACKWARD and not program.recompute_on_arrival:
+        if direction == BACKWARD:
             assert dst.kind in (Kind.B, Kind.I)
     # Every op that has a peer has exactly one transfer from it.
     for s, received in ((0, 0), (program.num_stages - 1, program.num_stages > 1)):

@@ -67,7 +67,6 @@ def programs(draw: st.DrawFn) -> Program:
         turn=turn,
         memory=draw(st.none() | st.builds(Memory, st.integers(0, 99), amounts, amounts)),
         num_iterations=iterations,
-        recompute_on_arrival=draw(st.booleans()),
     )
 
 

@@ -71,7 +71,7 @@ def test_a_port_in_use(job_file: str, capsys: pytest.CaptureFixture[str]) -> Non
     ("flags", "says"),
     [
         (["--rendezvous", "nowhere"], "must be HOST:PORT"),
-        (["--node", "2/2"], "must count from 0"),
+        (["--node", "2/2"], "I must be below N"),
         (["--certs", "/no/such/folder"], "Make certificates with `atlas wan certs`"),
         (["--emulate"], "--dc NAME"),
     ],
@@ -144,7 +144,7 @@ def test_launchers_of_one_datacenter_must_agree_on_their_number() -> None:
     with pytest.raises(AtlasError, match=r"refused west \(2 of 3\): .* counts 2: give --node the same"):
         call(1, 3)
     first.close()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while rendezvous.agents["west", 0].channel.is_connected:
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -195,7 +195,7 @@ def test_a_launcher_with_another_plan_is_refused_with_the_reason(tmp_path: Path)
 
     coordinator = threading.Thread(target=coordinate)
     coordinator.start()
-    run = run_datacenters(other, {"west": tmp_path / "west"}, train_options(2, gather_s=6.0), port=port)
+    run = run_datacenters(other, {"west": tmp_path / "west"}, train_options(2, gather_s=120.0), port=port)
     coordinator.join()
     assert "refused west: its plan differs from the plan" in str(run.errors["west"])
     assert "west did not connect to" in str(runs["east"].errors["east"])

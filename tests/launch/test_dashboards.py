@@ -50,7 +50,7 @@ def service_metrics() -> Any:
     """BubbleTea's, after some of everything."""
     serve = pytest.importorskip("bubbletea.serve.metrics", reason="needs the extra `serve`")
     metrics = serve.ServiceMetrics("m")
-    metrics.first_token(0.2)
+    metrics.first_token_s.observe(0.2)
     metrics.answered(0.2, 1.0, 20, "stop")
     metrics.refused("deadline")
     metrics.cached(5, 10)
@@ -125,7 +125,7 @@ def clients(port: int) -> Iterator[None]:
 
 def answer(port: int, query: str) -> list[Any]:
     url = f"http://127.0.0.1:{port}/api/v1/query?{urllib.parse.urlencode({'query': query})}"
-    with urllib.request.urlopen(url, timeout=5) as reply:
+    with urllib.request.urlopen(url, timeout=60) as reply:
         found = json.load(reply)["data"]["result"]
     # A rate of something that never happened is a value; 0 / 0 is not.
     return [one for one in found if one["value"][1] != "NaN"]

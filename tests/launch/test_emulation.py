@@ -15,7 +15,7 @@ from atlas.ir.assemble import with_optimizer
 from atlas.ir.program import Kind, Layout, Program
 from atlas.ir.timeline import Timeline
 from atlas.launch import clocks, run_monitor
-from atlas.launch.checkpoint_folders import find_checkpoints
+from atlas.launch.checkpoint_folders import find_checkpoints, first_step
 from atlas.launch.emulate import Emulation, EmulationSettings, emulate
 from atlas.launch.measured import Records, RunClock, with_norm
 from atlas.launch.report.events import OnStep, StepEvent
@@ -96,9 +96,7 @@ def play(case: tuple[Program, Costs], folder: Path | None, steps: int, on_step: 
     setup = EmulationSettings(steps, device="cpu", streams=1, paths={})
     if folder is not None:
         saves = find_checkpoints(str(folder), program.rank_dc, every=2)
-        setup = replace(
-            setup, num_steps=steps - saves.first_step, first_step=saves.first_step, save=saves.by_datacenter
-        )
+        setup = replace(setup, num_steps=steps - first_step(saves), save=saves)
     return emulate(program, costs, TRAINING, setup, on_step=on_step)
 
 
@@ -119,7 +117,7 @@ def test_a_stopped_run_resumes_to_the_same_bits_and_on_another_plan_to_the_same_
     num_done = len(stopped.losses)
     assert 2 <= num_done < 6
     assert stopped.losses == whole.losses[:num_done]
-    assert find_checkpoints(str(tmp_path / "run"), ("a", "b")).first_step == num_done
+    assert first_step(find_checkpoints(str(tmp_path / "run"), ("a", "b"))) == num_done
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["a", "b"], "each datacenter has its own"
 
     again = play(case, tmp_path / "run", 6)

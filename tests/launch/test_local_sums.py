@@ -8,8 +8,9 @@ from typing import cast
 
 import pytest
 
+from atlas.addresses import is_loopback
 from atlas.errors import AtlasError
-from atlas.launch.local_sums import LocalSums, is_loopback, sums_by_datacenter
+from atlas.launch.local_sums import LocalSums, sums_by_datacenter
 from atlas.launch.prepared_job import PreparedJob
 from atlas.launch.site_network import SiteNetwork
 from atlas.runtime.assignment import stand_in

@@ -37,12 +37,13 @@ from atlas.launch.agent import Agent
 from atlas.launch.rehearse import rehearse
 from atlas.launch.report.events import StepEvent
 from atlas.launch.site_network import PortRange, SiteNetwork
-from atlas.runtime.checkpoint import LocalStore, complete_ids
 from atlas.runtime.checkpoint.copied_parts import read_records
+from atlas.runtime.checkpoint.manifest import complete_ids
+from atlas.runtime.checkpoint.store import LocalStore
 from atlas.spec import Job
 
 NUM_STEPS = 8
-SETTINGS = train_options(NUM_STEPS, save_every=2, grace_s=1.5, patience_s=10)
+SETTINGS = train_options(NUM_STEPS, save_every=2, grace_s=1.5, patience_s=60)
 TWO, THREE = ("east", "west"), ("east", "west", "south")
 
 
@@ -132,17 +133,30 @@ def test_a_frozen_worker_is_named_and_the_run_continues(
 ) -> None:
     monkeypatch.setattr(run_monitor, "STALL_S", 1.0)
 
+    running = list[Run]()
+
+    def named() -> list[str]:
+        return [line for line in running[0].said if "worker p0.s1 in west does not answer" in line]
+
+    def continue_when_named(pid: int) -> None:
+        while not named() and is_alive(pid):
+            time.sleep(0.02)
+        os.kill(pid, signal.SIGCONT)
+
     def freeze(pids: dict[str, int]) -> None:
         os.kill(pids["p0.s1"], signal.SIGSTOP)
-        threading.Timer(4.0, os.kill, (pids["p0.s1"], signal.SIGCONT)).start()
+        threading.Thread(target=continue_when_named, args=(pids["p0.s1"],)).start()
+
+    def start(run: Run, pids: Mapping[str, int]) -> None:
+        running.append(run)
+        strike.start(run, pids)
 
     strike = Strike(3, freeze)
     folders = {dc: tmp_path / dc for dc in TWO}
-    run = run_datacenters(small, folders, SETTINGS, on_start=strike.start, on_step=strike.step)
+    run = run_datacenters(small, folders, replace(SETTINGS, patience_s=120), on_start=start, on_step=strike.step)
     assert run.starts == 1
-    named = [line for line in run.said if "worker p0.s1 in west does not answer" in line]
-    assert named, run.said
-    assert "on p0.s0 (east) waits for" in named[0]
+    assert named(), run.said
+    assert "on p0.s0 (east) waits for" in named()[0]
     assert hashes(folders, NUM_STEPS) == undisturbed[1]
 
 
@@ -247,20 +261,26 @@ def require_the_same(found: Mapping[int, float], alone: Mapping[int, float]) -> 
 def test_the_run_continues_without_a_lost_datacenter_from_copies_of_its_checkpoints(
     launched: Callable[..., Launcher], tmp_path: Path
 ) -> None:
-    job = write_job(tmp_path / "plan", *THREE, tight=True)
-    alone = losses_alone(job, 12)
+    job, num_steps = write_job(tmp_path / "plan", *THREE, tight=True), 40
+    alone = losses_alone(job, num_steps)
     port, folders = free_port(), {dc: tmp_path / dc / "saves" for dc in TWO}
-    south = launched("south", port, "--steps", "12")
-    killer = threading.Thread(target=lose, args=(south, tmp_path, "east/saves/of-south"))
-    killer.start()
-    options = train_options(12, save_every=2, grace_s=1.5)
-    run = run_datacenters(job, folders, options, port=port, auto_replan=True)
-    killer.join()
+    south = launched("south", port, "--steps", str(num_steps))
+
+    def strike(pids: dict[str, int]) -> None:
+        os.kill(pids["p0.s1"], signal.SIGSTOP)  # or the run could end before the copy is made
+        lose(south, tmp_path, "east/saves/of-south")
+        os.kill(pids["p0.s1"], signal.SIGCONT)
+
+    struck = Strike(2, strike)
+    options = train_options(num_steps, save_every=2, grace_s=1.5, patience_s=120)
+    run = run_datacenters(
+        job, folders, options, port=port, auto_replan=True, on_start=struck.start, on_step=struck.step
+    )
     assert run.codes == dict.fromkeys(TWO, 0), (run.errors, run.said)
     said = "\n".join(run.said)
-    assert "datacenter south is lost. On the remaining ones: 2 stages (1 in east, 1 in west)" in said
+    assert "datacenter south is lost. On the remaining datacenters: 2 stages (1 in east, 1 in west)" in said
     assert "resumed from the checkpoint of step" in said
-    require_losses_of(run, 12)
+    require_losses_of(run, num_steps)
     require_the_same(run.losses, alone)
     targets = {record.target for record in read_records(LocalStore(tmp_path / "west" / "saves" / "own"))}
     assert targets == {"east/site0:of-west"}, "saves that wait for a copy to south would never be deleted"

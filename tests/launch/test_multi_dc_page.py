@@ -53,14 +53,14 @@ def launcher(folder: Path, datacenter: str, port: int) -> Iterator[Path]:
 
 
 def state_of(url: str) -> dict[str, Any]:
-    with urllib.request.urlopen(f"{url}api/state", timeout=5) as reply:
+    with urllib.request.urlopen(f"{url}api/state", timeout=60) as reply:
         return dict(json.load(reply))
 
 
 @pytest.mark.slow
 def test_the_page_of_a_run_over_two_datacenters_shows_both(tmp_path: Path) -> None:
     write_job(tmp_path, "east", "west")
-    port, deadline, state = free_port(), time.monotonic() + 120, dict[str, Any]()
+    port, deadline, state = free_port(), time.monotonic() + 300, dict[str, Any]()
     with launcher(tmp_path, "east", port) as said, launcher(tmp_path, "west", port):
         while not state.get("last") and time.monotonic() < deadline:
             found = re.search(r"http://[\d.:]+/", said.read_text())

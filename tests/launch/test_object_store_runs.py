@@ -14,7 +14,7 @@ from free_ports import free_port
 from multi_dc_runs import Run, hashes, hashes_of, run_datacenters, train_options, write_job
 from s3_servers import ABSENT, served
 
-from atlas.runtime.checkpoint import complete_ids
+from atlas.runtime.checkpoint.manifest import complete_ids
 from atlas.runtime.checkpoint.place import below, store_at
 
 pytestmark = pytest.mark.skipif(bool(ABSENT), reason=f"not installed: {', '.join(ABSENT)} (CONTRIBUTING.md)")

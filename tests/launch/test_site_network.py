@@ -188,10 +188,10 @@ def test_a_launcher_warns_while_it_runs(tmp_path: Path) -> None:
     with expiry_watch(tmp_path, "east", said.put, every_s=0.02):
         assert said.empty()
         make_node(tmp_path, "east", days=10)
-        while "east.pem expires in 9 days: make a new one" not in said.get(timeout=10):
+        while "east.pem expires in 9 days: make a new one" not in said.get(timeout=60):
             pass  # a file that is half written cannot be read, which is said too
         make_node(tmp_path, "east", days=1, starts_in_days=-2)
-        while "east.pem has expired" not in said.get(timeout=10):
+        while "east.pem has expired" not in said.get(timeout=60):
             pass
     with expiry_watch(None, "east", said.put, every_s=0.02):
         pass

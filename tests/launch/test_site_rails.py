@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "fabric"))
 from optical_switch import Device, running
 
 NUM_STEPS = 4
-OPTIONS = train_options(NUM_STEPS, save_every=1, grace_s=1.5, patience_s=10)
+OPTIONS = train_options(NUM_STEPS, save_every=1, grace_s=1.5, patience_s=60)
 TWO = ("east", "west")
 
 

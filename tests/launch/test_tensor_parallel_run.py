@@ -16,7 +16,7 @@ from atlas.cost.table import Costs, kind_costs, uniform_costs
 from atlas.errors import AtlasError, SpecError, WorkerError
 from atlas.ir.assemble import with_optimizer
 from atlas.ir.program import Kind, Layout, Memory, Program
-from atlas.launch.checkpoint_folders import find_checkpoints
+from atlas.launch.checkpoint_folders import find_checkpoints, first_step
 from atlas.launch.emulate import Emulation, EmulationSettings, Weights, emulate
 from atlas.launch.preflight import devices_for
 from atlas.launch.rehearse import rehearse
@@ -85,7 +85,7 @@ def test_so_they_do_among_pipelines_with_split_backwards_and_tied_ends(pipelines
 
 def saved(folder: Path, steps: int, program: Program) -> dict[str, object]:
     saves = find_checkpoints(folder, program.rank_dc, every=1)
-    return {"steps": steps - saves.first_step, "first_step": saves.first_step, "save": saves.by_datacenter}
+    return {"steps": steps - first_step(saves), "save": saves}
 
 
 @pytest.mark.slow
@@ -99,9 +99,9 @@ def test_a_checkpoint_is_whole_and_resumes_with_any_number_of_processes(tmp_path
         assert [*first.losses, *second.losses] == pytest.approx(straight.losses, rel=CLOSE)
 
 
-def kill_follower(leader: int) -> None:
+def kill_follower(leader: int, how: signal.Signals = signal.SIGKILL) -> None:
     (follower,) = Path(f"/proc/{leader}/task/{leader}/children").read_text().split()
-    os.kill(int(follower), signal.SIGKILL)
+    os.kill(int(follower), how)
 
 
 def test_a_killed_follower_is_a_killed_worker() -> None:
@@ -109,6 +109,15 @@ def test_a_killed_follower_is_a_killed_worker() -> None:
     setup = EmulationSettings(200, device="cpu", streams=1, paths={}, tp=2)
     with pytest.raises(WorkerError, match=r"tensor-parallel rank 1 of p0\.s0 was killed by SIGKILL"):
         emulate(program, costs, training(GPT), setup, on_start=lambda pids: kill_follower(pids["p0.s0"]))
+
+
+def test_what_an_aborted_follower_wrote_is_in_the_error() -> None:
+    program, costs = case(1, 1)
+    setup = EmulationSettings(200, device="cpu", streams=1, paths={}, tp=2)
+    with pytest.raises(WorkerError, match=r"rank 1 of p0\.s0 was killed by SIGABRT; the end of its log:") as raised:
+        emulate(program, costs, training(GPT), setup, on_start=lambda p: kill_follower(p["p0.s0"], signal.SIGABRT))
+    assert "Fatal Python error: Aborted" in str(raised.value)
+    assert "in follow" in str(raised.value)
 
 
 @pytest.mark.slow
@@ -125,7 +134,7 @@ def test_over_datacenters_a_killed_follower_is_started_again_with_all_others(tmp
             struck.append(pids["p0.s1"])
             kill_follower(pids["p0.s1"])
 
-    options = train_options(6, save_every=2, grace_s=1.5, patience_s=10)
+    options = train_options(6, save_every=2, grace_s=1.5, patience_s=60)
     run = run_datacenters(job, {dc: tmp_path / dc for dc in TWO}, options, on_start=started, on_step=strike)
     assert run.codes == dict.fromkeys(TWO, 0), run.errors
     assert run.starts == 2

@@ -145,7 +145,7 @@ def test_a_tracker_that_fails_or_hangs_costs_one_warning(caplog: pytest.LogCaptu
 
     class Hanging(Remembering):
         def step(self, number: int, figures: dict[str, float]) -> None:
-            go_on.wait(30)
+            go_on.wait(120)
             raise OSError("the server is gone")
 
     thread = TrackerThread("slow", Hanging(Path(), "", {}), said.append)
@@ -154,7 +154,7 @@ def test_a_tracker_that_fails_or_hangs_costs_one_warning(caplog: pytest.LogCaptu
     go_on.set()
     thread.close()
     assert len(said) == 1
-    assert said[0] == "report (slow): does not keep up: some steps are left out. Training continues"
+    assert said[0] == "report (slow): the tracker is too slow: some steps are not recorded. Training continues"
 
 
 @pytest.mark.parametrize(

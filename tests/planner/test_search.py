@@ -79,7 +79,22 @@ def groups(nodes: int) -> Job:
     return job_of(model=model, cluster=cluster, recompute=False, **how)
 
 
-@pytest.mark.parametrize(("with_nodes", "counts"), [(two, (8, 10, 12)), (three, (5, 8)), (groups, (6, 8))])
+def equals(nodes: int) -> Job:
+    """Three of the four datacenters are equal: with 6 nodes, lines that differ in the equal ones are many."""
+    dcs = [
+        {"name": f"d{i}", "nodes": n, "gpus_per_node": 1, "gpu": "A100-80", "net_gbps": gbps}
+        for i, (n, gbps) in enumerate([(nodes, 100.0), (8, 50.0), (8, 50.0), (8, 50.0)])
+    ]
+    model = {"layers": 16, "hidden": 1024, "heads": 16, "vocab": 32_000, "seq_len": 2048}
+    cluster = {"datacenters": dcs, "wan": {"latency_ms": 30.0, "pair_gbps": 50.0}}
+    how = {"num_microbatches": 16, "pipelines_per_cell": 4, "memory_gib": 12.0}
+    return job_of(model=model, cluster=cluster, recompute=True, **how)
+
+
+SWEEPS = [(two, (8, 10, 12)), (three, (5, 8)), (groups, (6, 8)), (equals, (4, 6))]
+
+
+@pytest.mark.parametrize(("with_nodes", "counts"), SWEEPS)
 def test_more_nodes_are_never_worse(with_nodes: Callable[[int], Job], counts: tuple[int, ...]) -> None:
     seconds = [make_plan(with_nodes(nodes), global_batch=64).iteration_s for nodes in counts]
     assert all(more <= 1.001 * min(seconds[: k + 1]) for k, more in enumerate(seconds))

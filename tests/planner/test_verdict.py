@@ -82,7 +82,7 @@ def test_break_even_is_between_what_wins_and_what_loses(slow: Families) -> None:
         best = make_plan(changed, tries=0)
         assert (kind_of(best.winner.candidate) != "one") is wins
     assert "Gbit/s per node pair on (now 5)" in answers["bandwidth"].text
-    assert "egress: does not change how fast it is" in answers["egress"].text
+    assert "egress: does not change the speed" in answers["egress"].text
 
 
 def test_low_communication_is_a_row_that_says_it_is_not_run(slow: Families) -> None:

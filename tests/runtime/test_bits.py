@@ -20,7 +20,7 @@ from atlas.runtime.recipe import LearningRate, OptimizerSettings
 from atlas.runtime.reference import train_alone
 from atlas.schedules import SCHEDULES, Setting
 from atlas.wan.transport.shared_channel import SharedChannel
-from atlas.wan.transport.stream_budget import INBOUND_LIMITS, StreamBudget, StreamShare
+from atlas.wan.transport.stream_budget import INBOUND_LIMITS, StreamBudget
 
 torch.set_num_threads(1)
 MS = 1_000_000
@@ -92,7 +92,7 @@ def test_a_worker_with_too_many_peers_for_threads_of_their_own_learns_the_same_b
     expected = run_in_threads(program, TRAINING, NUM_STEPS)
     for kind in INBOUND_LIMITS:
         monkeypatch.setitem(INBOUND_LIMITS, kind, 0)
-    monkeypatch.setattr(StreamBudget, "outgoing", lambda self, kind: StreamShare(1, is_shared=True))
+    monkeypatch.setattr(StreamBudget, "outgoing", lambda self, kind: 0)
     shared = run_in_threads(program, TRAINING, NUM_STEPS)
     assert all(isinstance(c, SharedChannel) for w in shared.workers for c in w.links.main._channels.values())
     assert shared.losses() == expected.losses()

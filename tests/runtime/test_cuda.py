@@ -50,7 +50,7 @@ def test_a_tensor_copied_to_the_host_and_back_is_unchanged() -> None:
     assert arrived.wait(10)
     assert copies[0].is_pinned()
     assert torch.equal(copies[0], sent.cpu())
-    assert torch.equal(device.upload(copies[0]).get(), sent)
+    assert torch.equal(device.upload(copies[0])(), sent)
     device.close()
 
 
@@ -72,7 +72,7 @@ def test_copies_and_overlapping_computation_are_timed() -> None:
     run(device, lambda: matrix @ matrix)
     host = device.buffer((1 << 24,), torch.float32)
     alone = device.copied()
-    device.upload(host).get()
+    device.upload(host)()
     torch.cuda.synchronize()
     idle = device.copied()
     assert (idle.num, idle.under_compute_ns) == (alone.num + 1, alone.under_compute_ns)
@@ -115,15 +115,17 @@ class Moment:
 def test_a_failed_copy_is_reported_at_once_and_raised_by_the_next() -> None:
     copies, told, handed = Copies("cuda:0"), queue.SimpleQueue[WorkerError](), list[bool]()
     copies.report, all_put = told.put, threading.Event()
-    copies.put(Moment(), torch.ones(1), lambda host: handed.append(all_put.wait(10)))
-    copies.put(Moment(RuntimeError("unspecified launch failure")), torch.ones(1), lambda host: handed.append(False))
-    copies.put(Moment(), torch.ones(1), lambda host: handed.append(False))
+    copies.put(Moment().synchronize, torch.ones(1), lambda host: handed.append(all_put.wait(10)))
+    copies.put(
+        Moment(RuntimeError("unspecified launch failure")).synchronize, torch.ones(1), lambda host: handed.append(False)
+    )
+    copies.put(Moment().synchronize, torch.ones(1), lambda host: handed.append(False))
     all_put.set()
     error = told.get(timeout=10)
     assert "a copy from cuda:0 to the host failed" in str(error)
     assert "unspecified launch failure" in str(error)
     with pytest.raises(WorkerError, match="unspecified launch failure"):
-        copies.put(Moment(), torch.ones(1), lambda host: None)
+        copies.put(Moment().synchronize, torch.ones(1), lambda host: None)
     copies.close()
     assert handed == [True], "what follows a copy that failed is not handed over"
 
@@ -131,6 +133,6 @@ def test_a_failed_copy_is_reported_at_once_and_raised_by_the_next() -> None:
 def test_a_failing_callback_of_a_copy_is_reported() -> None:
     copies, told = Copies("cuda:0"), queue.SimpleQueue[WorkerError]()
     copies.report = told.put
-    copies.put(Moment(), torch.ones(1), lambda host: {}["no such channel"])
+    copies.put(Moment().synchronize, torch.ones(1), lambda host: {}["no such channel"])
     assert "no such channel" in str(told.get(timeout=10))
     copies.close()

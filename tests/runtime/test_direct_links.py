@@ -26,7 +26,7 @@ A, B = (("127.0.0.1", 70_000 + 2 * os.getpid() + i) for i in range(2))
 
 @pytest.fixture
 def pair() -> Iterator[tuple[DirectTransport, DirectTransport]]:
-    a, b = DirectTransport("dc/a", A, patience_s=5.0), DirectTransport("dc/b", B, patience_s=5.0)
+    a, b = DirectTransport("dc/a", A, patience_s=60.0), DirectTransport("dc/b", B, patience_s=60.0)
     assert a.dial("dc/b", 0, B)
     yield a, b
     a.close(0.0)
@@ -51,7 +51,7 @@ def test_a_message_goes_straight_into_its_buffer_without_a_thread(
     sent = a.send(to_b(1), bytes(range(250)) * 400)
     assert sent.done, "the kernel has it"
     assert not received.done, "nobody has read it"
-    assert received.wait(5) is not None
+    assert received.wait(60) is not None
     assert bytes(buffer) == bytes(range(250)) * 400
     assert not set(threading.enumerate()) - before
 
@@ -62,9 +62,9 @@ def test_any_order_of_receives(pair: tuple[DirectTransport, DirectTransport]) ->
     late = b.recv(from_a(3), buffers[3])
     for number in (1, 2, 3):
         a.send(to_b(number), bytes([number, number]))
-    late.wait(5)
+    late.wait(60)
     for number in (2, 1):
-        b.recv(from_a(number), buffers[number]).wait(5)
+        b.recv(from_a(number), buffers[number]).wait(60)
     assert {number: bytes(buffer) for number, buffer in buffers.items()} == {n: bytes([n, n]) for n in (1, 2, 3)}
 
 
@@ -73,12 +73,12 @@ def test_more_than_the_kernel_holds_does_not_stop_the_sender(pair: tuple[DirectT
     data = bytes(3 * SEND_BUFFER_BYTES)
     began = time.monotonic()
     sent = [a.send(to_b(number), data) for number in range(3)]
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < 30.0
     assert not sent[-1].done
     assert a.is_sending
     for number in range(3):
-        assert bytes(b.recv(from_a(number)).wait(5) or b"") == data
-    sent[-1].wait(5)
+        assert bytes(b.recv(from_a(number)).wait(60) or b"") == data
+    sent[-1].wait(60)
     assert not a.is_sending
 
 
@@ -88,8 +88,8 @@ def test_a_wrong_size_is_an_error_and_the_next_message_arrives(pair: tuple[Direc
     a.send(to_b(1), b"1234")
     a.send(to_b(2), b"5678")
     with pytest.raises(WorkerError, match="has 4 bytes, but the buffer for it has 3"):
-        wrong.wait(5)
-    assert bytes(right.wait(5) or b"") == b"5678"
+        wrong.wait(60)
+    assert bytes(right.wait(60) or b"") == b"5678"
 
 
 def test_a_silent_peer_and_a_lost_one_are_named(pair: tuple[DirectTransport, DirectTransport]) -> None:
@@ -100,9 +100,9 @@ def test_a_silent_peer_and_a_lost_one_are_named(pair: tuple[DirectTransport, Dir
     waiting = a.recv(Key("dc/b", 1), what="0B2 waits for p1")
     b.close(0.0)
     with pytest.raises(WorkerError, match="0B2 waits for p1: the connection from dc/b was lost"):
-        waiting.wait(5)
+        waiting.wait(60)
     with pytest.raises(WorkerError, match="the connection was lost"):
-        a.send(to_b(1), b"gone").wait(5)
+        a.send(to_b(1), b"gone").wait(60)
 
 
 def test_other_peers_are_refused(pair: tuple[DirectTransport, DirectTransport]) -> None:

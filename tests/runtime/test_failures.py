@@ -6,9 +6,8 @@ import io
 import json
 import os
 import signal
-import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -20,12 +19,14 @@ from atlas.cost.table import kind_costs, uniform_costs
 from atlas.errors import ProgramError, WorkerError
 from atlas.ir.assemble import with_optimizer
 from atlas.ir.program import Layout
+from atlas.ir.timeline import Timeline
 from atlas.launch.emulate import EmulationSettings, emulate
 from atlas.launch.paths import require_emulable
+from atlas.launch.report.events import StepEvent
 from atlas.launch.smoke import smoke_program
 from atlas.runtime import process
 from atlas.runtime.assignment import stand_in
-from atlas.runtime.device import Cpu, PendingUpload
+from atlas.runtime.device import Cpu
 from atlas.runtime.messages import MessageWriter
 from atlas.runtime.transfers import ReceivedTensor
 from atlas.schedules.classic import one_f_one_b
@@ -35,31 +36,28 @@ TRAINING = stand_in(width=16, length=8, microbatch=2)
 
 
 @pytest.mark.parametrize(
-    ("how", "says"),
+    ("how", "patience_s", "says"),
     [
-        (signal.SIGKILL, r"worker p0\.s1 was killed by SIGKILL"),
-        (signal.SIGSTOP, r"waits for .* of p0\.s1: (not done|nothing came) within 2 s"),
+        (signal.SIGKILL, 60.0, r"worker p0\.s1 was killed by SIGKILL"),
+        (signal.SIGSTOP, 5.0, r"waits for .* of p0\.s1: (not done|nothing came) within 5 s"),
     ],
     ids=["killed", "frozen"],
 )
-def test_a_lost_worker_is_reported_and_nothing_is_left(how: signal.Signals, says: str) -> None:
+def test_a_lost_worker_is_reported_and_nothing_is_left(how: signal.Signals, patience_s: float, says: str) -> None:
     program = with_optimizer(one_f_one_b(Layout(1, 2, 4, ("us-east", "us-west"))))
     per_kind_ns = kind_costs(forward_ns=30_000_000, backward_ns=60_000_000)
     costs = uniform_costs(1, 2, per_kind_ns, wan_boundaries=(0,), wan_ns=10_000_000, wan_latency_ns=10_000_000)
-    pids: dict[str, int] = {}
-    struck = [0.0]
+    pids, struck = dict[str, int](), list[float]()
 
-    def strike() -> None:
-        struck[0] = time.monotonic()
-        os.kill(pids["p0.s1"], how)
+    def strike(event: StepEvent, timeline: Timeline) -> None:
+        if not struck:
+            struck.append(time.monotonic())
+            os.kill(pids["p0.s1"], how)
 
-    def on_start(running: Mapping[str, int]) -> None:
-        pids.update(running)
-        threading.Timer(0.8, strike).start()
-
+    setup = EmulationSettings(10_000, patience_s=patience_s)
     with pytest.raises(WorkerError, match=says):
-        emulate(program, costs, TRAINING, EmulationSettings(10, patience_s=2.0), on_start=on_start)
-    assert time.monotonic() - struck[0] < 6
+        emulate(program, costs, TRAINING, setup, on_start=pids.update, on_step=strike)
+    assert time.monotonic() - struck[0] < 60, "long before the run would end"
     assert len(pids) == 2
     assert not any(map(is_alive, pids.values()))
 
@@ -78,7 +76,7 @@ def test_unsupported_costs_are_an_error_before_the_start() -> None:
 class Full(Cpu):
     """A device without room for another tensor."""
 
-    def upload(self, tensor: torch.Tensor) -> PendingUpload:
+    def upload(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
 

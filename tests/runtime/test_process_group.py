@@ -21,7 +21,9 @@ from atlas.runtime import process_group
 from atlas.runtime.process_group import Options
 from atlas.wan.transport.settings import TransportSettings
 
-QUICK = TransportSettings(max_streams=2, deadline_s=1.0, stall_s=1.0)
+PATIENT = TransportSettings(max_streams=2, deadline_s=60.0)
+HASTY = TransportSettings(max_streams=2, deadline_s=1.0, stall_s=1.0)
+"""Of a rank whose peer dies."""
 CONTEXT = mp.get_context("forkserver")
 """Children of this process itself would inherit locks that threads of earlier tests hold, and hang."""
 CONTEXT.set_forkserver_preload(["torch.distributed", "atlas.runtime.process_group"])
@@ -30,9 +32,9 @@ CONTEXT.set_forkserver_preload(["torch.distributed", "atlas.runtime.process_grou
 def _child(rank: int, size: int, file: str, options: Options | None, body: Callable[[int], Any], out: Any) -> None:
     try:
         torch.set_num_threads(1)
-        process_group.configure(options or Options(node=f"dc{rank}/w", host="127.0.0.1", settings=QUICK))
+        process_group.configure(options or Options(node=f"dc{rank}/w", host="127.0.0.1", settings=PATIENT))
         dist.init_process_group(
-            "atlas", init_method=f"file://{file}", rank=rank, world_size=size, timeout=timedelta(seconds=20)
+            "atlas", init_method=f"file://{file}", rank=rank, world_size=size, timeout=timedelta(seconds=120)
         )
         out.put((rank, body(rank)))
         if dist.is_initialized():
@@ -54,10 +56,10 @@ def run_group(size: int, tmp_path: Path, body: Callable[[int], Any], options: li
     found = dict[int, Any]()
     for _ in children:
         with contextlib.suppress(queue.Empty):
-            found.update([out.get(timeout=60)])
+            found.update([out.get(timeout=120)])
     assert len(found) == size, f"only some ranks ended: {found}"
     for child in children:
-        child.join(20)
+        child.join(120)
         assert child.exitcode == 0
     return [found[rank] for rank in range(size)]
 
@@ -125,16 +127,17 @@ def _peer_dies(rank: int) -> Any:
 
 def test_a_dead_peer_is_an_error_in_wait_and_stays_one(tmp_path: Path) -> None:
     out = CONTEXT.Queue()
-    args = [(r, 2, str(tmp_path / "store"), None, _die_and_leave, out) for r in range(2)]
+    options = [Options(f"dc{r}/w", "127.0.0.1", settings=HASTY) for r in range(2)]
+    args = [(r, 2, str(tmp_path / "store"), options[r], _die_and_leave, out) for r in range(2)]
     children = [CONTEXT.Process(target=_child, args=a) for a in args]
     for child in children:
         child.start()
-    rank, message = out.get(timeout=60)
+    rank, message = out.get(timeout=120)
     assert rank == 0
     assert "rank 0 waits for message 0 (tag 0) of rank 1" in message
     assert "dc1/w" in message
     for child in children:
-        child.join(20)
+        child.join(120)
 
 
 def _die_and_leave(rank: int) -> Any:
@@ -166,6 +169,6 @@ def test_encrypted_between_datacenters(tmp_path: Path) -> None:
     make_ca(tmp_path)
     for rank in range(2):
         make_node(tmp_path, f"dc{rank}/w")
-    options = [Options(f"dc{r}/w", "127.0.0.1", tmp_path, (), settings=QUICK) for r in range(2)]
+    options = [Options(f"dc{r}/w", "127.0.0.1", tmp_path, (), settings=PATIENT) for r in range(2)]
     one, _ = run_group(2, tmp_path, _send_and_receive, options)
     assert one[1:] == (20.0, 1.0, 2.0, [None], [2.0] * 3)

@@ -18,10 +18,10 @@ from atlas.runtime.compiling import TRACED
 from atlas.runtime.models.config import DecoderConfig, gpt
 from atlas.runtime.models.decoder import TIED_EMBEDDING, TIED_HEAD, LayerRange, build, loss_of
 from atlas.runtime.models.task import DecoderTask
-from atlas.runtime.models.tied import join, joined
 from atlas.runtime.optimizer import AdamW, clip_factor, global_norm, norms_of, squares_of
 from atlas.runtime.recipe import LearningRate, OptimizerSettings
 from atlas.runtime.stage import Stage
+from atlas.runtime.stage_set import add_tied
 
 torch.set_num_threads(1)
 NUM_MICROBATCHES = 3
@@ -79,7 +79,7 @@ def gradients_of(stages: list[Stage]) -> dict[str, Tensor]:
             parameter.grad = stage.flat.gradient_of[name].clone()
             found[name] = parameter
     if stages[0].module.config.tied:
-        join(found)
+        add_tied(found)
     return {name: parameter.grad for name, parameter in found.items() if parameter.grad is not None}
 
 
@@ -194,12 +194,12 @@ def test_tied_ends_on_two_stages_stay_one_matrix_and_equal_one_stage() -> None:
             run(stages, ORDERS["gpipe"], step * NUM_MICROBATCHES)
             for stage in stages:
                 stage.adopt()
-        join(whole[0].named_parameters)
+        add_tied(whole[0].named_parameters)
         first, last = (stage.named_parameters for stage in split)
         gradients = first[TIED_EMBEDDING].grad, last[TIED_HEAD].grad  # each end receives the other's
         assert gradients[0] is not None
         assert gradients[1] is not None
-        first[TIED_EMBEDDING].grad, last[TIED_HEAD].grad = joined(*gradients), joined(*gradients)
+        first[TIED_EMBEDDING].grad, last[TIED_HEAD].grad = (gradients[0] + gradients[1] for _ in range(2))
         norms = [global_norm(map(squares, stages)) for stages in (whole, split)]
         assert norms[0] == norms[1] > 0.1
         once = [p.grad.flatten() for n, p in whole[0].named_parameters.items() if n != TIED_HEAD and p.grad is not None]

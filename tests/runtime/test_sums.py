@@ -131,7 +131,7 @@ def held_sync(links: HeldLinks, device: Cpu) -> GradientSync:
 
 def wait(pending: Sequence[Pending]) -> None:
     for each in pending:
-        each.wait(10)
+        each.wait(60)
 
 
 def test_sums_are_given_out_when_the_others_have_them() -> None:
@@ -148,7 +148,7 @@ def test_sums_are_given_out_when_the_others_have_them() -> None:
     ((handle, buffer),) = links.sums_out
     assert buffer.view("float32").tolist() == [1.0] * 4
     handle.finish()
-    thread.join(10)
+    thread.join(60)
     assert found
     assert mine.tolist() == [1.0] * 4 + [0.0] * 4
 
@@ -163,7 +163,7 @@ class Stuck(Cpu):
 def test_gradients_that_do_not_come_off_the_device_are_an_error_in_time() -> None:
     sync = held_sync(HeldLinks(), Stuck())
     sync.begin(3, 0, torch.empty(6, device="meta"))
-    with pytest.raises(WorkerError, match=r"SYNC of step 3 on p0\.s0 .* copied from the device .* within 0\.05 s"):
+    with pytest.raises(WorkerError, match=r"SYNC of step 3 on p0\.s0 .* copied from the device.* within 0\.05 s"):
         sync.finish(3, 0, lambda pending: pending[0].wait(0.05), whole=True)  # type: ignore[arg-type, return-value]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
-from atlas.runtime.checkpoint import LayerState
+from atlas.runtime.checkpoint.state import LayerState
 from atlas.runtime.tensor_parallel.group import ParameterShards, place_of
 
 

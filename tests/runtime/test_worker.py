@@ -150,15 +150,6 @@ def test_stages_on_one_worker_hand_over_without_a_socket() -> None:
     assert_learns_like_one_process(with_optimizer(assemble("v", layout, orders)))
 
 
-def test_a_recompute_may_wait_for_its_gradient() -> None:
-    layout = Layout(1, 2, 1, ("a", "b"))
-    orders = [[Op(Kind.F, 0, 0), Op(Kind.R, 0, 0), Op(Kind.B, 0, 0)], [Op(Kind.F, 1, 0), Op(Kind.B, 1, 0)]]
-    program = with_optimizer(assemble("varuna", layout, orders, recompute_on_arrival=True))
-    trained = assert_learns_like_one_process(program)
-    first = trained.records[0][0]
-    assert first.arrive_ns[1] <= first.op_end_ns[1]
-
-
 def test_the_record_has_every_op_and_every_transfer() -> None:
     program = program_of(ONE_BY_ONE, num_pipelines=2)
     trained = run_in_threads(program, TRAINING, 2)

@@ -48,7 +48,7 @@ def run_in_threads(
     num_cells: int = 1,
 ) -> ThreadedRun:
     num_steps = program.num_iterations if program.num_iterations > 1 else num_steps
-    first = Assignment(0, to_text(program), training, num_steps, num_cells=num_cells, streams=1, patience_s=15.0)
+    first = Assignment(0, to_text(program), training, num_steps, num_cells=num_cells, streams=1, patience_s=120.0)
     roles = [(cell, w) for cell in range(num_cells) for w in range(program.num_workers)]
     records: list[list[StepRecord]] = [[] for _ in roles]
     workers = [
@@ -66,7 +66,7 @@ def run_in_threads(
         worker.connect(
             [(link.end, link.peer, link.lane, "127.0.0.1", port) for link, port in zip(links, ports, strict=True)]
         )
-        all_connected.wait(30)
+        all_connected.wait(120)
         worker.run()
 
     try:

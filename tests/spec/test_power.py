@@ -166,7 +166,9 @@ def test_atlas_fabric_puts_fabrics_side_by_side(tmp_path: Path, capsys: pytest.C
     (tmp_path / "job.yaml").write_text(YAML)
     assert main(["fabric", str(tmp_path / "job.yaml")]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("east: for 1,024 H200, photonic rails need 23.59x fewer watts than rail")
+    said = " ".join(text.split())
+    assert said.startswith("east: for 1,024 H200, photonic rails need 10.78 W a GPU; rail, the electrical fabric with")
+    assert "(23.59x)" in said
     assert "one: one node needs no fabric: 0 W, $0." in text
     assert main(["fabric", str(tmp_path / "job.yaml"), "--json"]) == 0
     east, west, _ = json.loads(capsys.readouterr().out)["datacenters"]

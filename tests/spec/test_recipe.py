@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from sections import sections
 
 from atlas.cli import command_parser, main
 from atlas.commands.train import recipe_of
@@ -15,7 +16,7 @@ from atlas.errors import SpecError
 from atlas.launch.prepared_job import difference, digest_of, prepare_job
 from atlas.launch.train_options import TrainOptions, optimizer_settings, recipe_options
 from atlas.spec import load_job
-from atlas.spec.recipe import SECTIONS, Recipe, load_recipe
+from atlas.spec.recipe import Recipe, load_recipe
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "recipes.md").read_text()
@@ -32,7 +33,7 @@ def options_of(recipe: Recipe) -> TrainOptions:
     return TrainOptions("1f1b", **recipe_options(recipe, model="job"))
 
 
-@pytest.mark.parametrize("kind", SECTIONS.values(), ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", sections(Recipe), ids=lambda kind: kind.__name__)
 def test_every_key_has_a_docstring_and_is_on_the_page(kind: type) -> None:
     source = "".join(inspect.getsource(base) for base in kind.__mro__ if base.__module__ == kind.__module__)
     for name in kind.model_fields:

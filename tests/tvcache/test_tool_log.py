@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tvcache.errors import ArgumentsError, LogError
+from tvcache.errors import ArgumentsError, TvcacheError
 from tvcache.keys import Task, ToolCall, key, root
 from tvcache.log import LogStore, framed, unframed
 from tvcache.stores import Ask
@@ -95,15 +95,15 @@ def test_a_file_that_is_not_a_log_is_not_changed(tmp_path: Path, content: bytes)
     path = tmp_path / "x"
     path.write_bytes(content)
     for read_only in (True, False):
-        with pytest.raises(LogError, match="not a log"):
+        with pytest.raises(TvcacheError, match="not a log"):
             LogStore(path, read_only=read_only)
     assert path.read_bytes() == content
 
 
 def test_a_log_in_use_or_in_a_missing_folder_is_refused(log: LogStore, tmp_path: Path) -> None:
-    with pytest.raises(LogError, match="another server"):
+    with pytest.raises(TvcacheError, match="another server"):
         LogStore(log.path)
-    with pytest.raises(LogError, match="Choose another place"):
+    with pytest.raises(TvcacheError, match="Choose another place"):
         LogStore(tmp_path)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tvcache.cli import main
-from tvcache.errors import TrajectoryError, TvcacheError
+from tvcache.errors import TvcacheError
 from tvcache.replay import Durations, quantiles, replay, windows, without
 from tvcache.tools import Effect
 from tvcache.trajectories import read
@@ -123,7 +123,7 @@ def test_wrong_outputs_are_counted_by_tool(tmp_path: Path) -> None:
 def test_an_invalid_trajectory_file_is_refused_with_a_message(tmp_path: Path, content: str | bytes, word: str) -> None:
     path = tmp_path / "t.json"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(TrajectoryError, match=word):
+    with pytest.raises(TvcacheError, match=word):
         read(path)
 
 

@@ -48,7 +48,7 @@ def opened(
     page.on("console", lambda message: complaints.append(message.text))
     page.on("pageerror", lambda error: complaints.append(str(error)))
     page.goto(url)
-    page.wait_for_selector("html[data-ready=yes]", timeout=20_000)
+    page.wait_for_selector("html[data-ready=yes]", timeout=60_000)
     return page, complaints
 
 

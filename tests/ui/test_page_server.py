@@ -30,7 +30,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedPage]:
 def asked(
     port: int, path: str = "/", headers: dict[str, str] | None = None, body: str | None = None
 ) -> tuple[int, http.client.HTTPMessage, bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     connection.request("GET" if body is None else "POST", path, body, headers or {})
     reply = connection.getresponse()
     data = reply.read()

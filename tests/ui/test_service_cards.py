@@ -71,7 +71,7 @@ def test_a_service_is_on_the_page_while_it_runs(tmp_path: Path, monkeypatch: pyt
 def test_the_cards_of_bubbletea_name_series_that_it_has() -> None:
     page = pytest.importorskip("bubbletea.serve.page", reason="needs the extra `serve`")
     metrics = pytest.importorskip("bubbletea.serve.metrics", reason="needs the extra `serve`").ServiceMetrics("m")
-    metrics.first_token(0.2)
+    metrics.first_token_s.observe(0.2)
     found = ServiceFollower({"metrics": "http://x", "cards": page.CARDS})
     text = metrics.text().decode()
     found.cards(text, 0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 
@@ -24,16 +25,17 @@ def test_nodes_of_a_cell_send_each_others_slices() -> None:
     with joined_cells(2, [40e6, 40e6]) as (here, there, _):
         data = [os.urandom(2 << 20) for _ in range(2)]
         alone_s, in_time = (2 << 20) * 8 / 40e6, False
-        for round in range(6):
+        end = time.monotonic() + 90
+        for round in itertools.count():
             gets = [there[i].recv(Key(f"dc1/{i}", 0, (round, i, 0, 0))) for i in range(2)]
             begin_ns = time.monotonic_ns()
             sends = [here[i].send(Key(f"dc2/{i}", 0, (round, i, 0, 0)), data[i], turn=2 * round + i) for i in range(2)]
-            assert [get.wait(20) for get in gets] == data
+            assert [get.wait(60) for get in gets] == data
             for send in sends:
-                send.wait(20)
+                send.wait(60)
             first_s, last_s = ((get.end_ns - begin_ns) / 1e9 for get in gets)
             in_time = first_s < 0.85 * last_s and first_s < 1.6 * (alone_s / 2 + 0.01)
-            if in_time:  # a busy host, on which the emulated paths are late, is given other rounds
+            if in_time or time.monotonic() > end:  # a busy host, on which the emulated paths are late, gets more rounds
                 break
         assert in_time
         assert all(path.delivered_bytes > 0.2 * (2 << 20) for path in here[0].paths("dc2/0"))
@@ -46,14 +48,14 @@ def test_slices_of_a_cut_path_are_sent_on_the_others() -> None:
         sent = here[0].send(Key("dc2/0"), data)
         time.sleep(0.15)
         net.cut("dc1/1", "dc2/1", refuse=True)
-        assert got.wait(20) == data
-        sent.wait(20)
+        assert got.wait(60) == data
+        sent.wait(60)
 
 
 def test_messages_without_a_receive_are_staged_within_bounds() -> None:
     with joined_cells(2, [200e6] * 2) as (here, there, _):
         data = os.urandom(500_000)
         for i in range(4):
-            here[1].send(Key("dc2/0", 0, (i, 0, 0, 0)), data, turn=i).wait(20)
+            here[1].send(Key("dc2/0", 0, (i, 0, 0, 0)), data, turn=i).wait(60)
         for i in range(4):
-            assert there[0].recv(Key("dc1/1", 0, (i, 0, 0, 0))).wait(20) == data
+            assert there[0].recv(Key("dc1/1", 0, (i, 0, 0, 0))).wait(60) == data

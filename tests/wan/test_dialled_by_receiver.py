@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from connect_errors import connect_error, until
 
 from atlas.errors import WorkerError
 from atlas.wan.cell_relay.relay import Cell
@@ -16,6 +18,8 @@ from atlas.wan.security.credentials import Credentials, Security
 from atlas.wan.transport.base import Address, Key, Tag
 from atlas.wan.transport.endpoint import Endpoint
 from atlas.wan.transport.settings import TransportSettings
+from atlas.wan.transport.stream import SocketStream
+from atlas.wan.transport.wire import Greeting
 
 QUICK = TransportSettings(max_streams=3, deadline_s=20.0, stall_s=2.0, handshake_s=5.0, heartbeat_s=0.2)
 OPEN, HIDDEN = "dc1/open", "dc2/hidden"
@@ -29,7 +33,7 @@ def tag(a: int) -> Tag:
 def _nothing_leaks() -> Iterator[None]:
     before, descriptors = set(threading.enumerate()), len(list(Path("/proc/self/fd").iterdir()))
     yield
-    end = time.monotonic() + 5
+    end = time.monotonic() + 60
     while time.monotonic() < end and set(threading.enumerate()) - before:
         time.sleep(0.02)
     assert not set(threading.enumerate()) - before
@@ -51,13 +55,10 @@ def test_bytes_go_both_ways_over_connections_of_one_side(pair: tuple[Endpoint, E
     for number, (src, dst) in enumerate(((a, b), (b, a))):
         data, out = os.urandom(5_000_003), bytearray(5_000_003)
         got = dst.recv(Key(src.name, 0, tag(number)), out)
-        src.send(Key(dst.name, 0, tag(number)), data).wait(10)
-        got.wait(10)
+        src.send(Key(dst.name, 0, tag(number)), data).wait(60)
+        got.wait(60)
         assert out == data
-    deadline = time.monotonic() + 5
-    while a.channel(HIDDEN).num_live < QUICK.max_streams:  # the answer says how many the channel uses
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: a.channel(HIDDEN).num_live == QUICK.max_streams)  # the answer says how many the channel uses
 
 
 def test_a_cut_is_survived_whichever_side_notices_it(pair: tuple[Endpoint, Endpoint]) -> None:
@@ -74,7 +75,7 @@ def test_a_cut_is_survived_whichever_side_notices_it(pair: tuple[Endpoint, Endpo
             for stream in b._inbound.of((OPEN, 0)):
                 stream.abort()
     for handle in (*received, *sent):
-        handle.wait(20)
+        handle.wait(60)
     assert all(view == data for view in out)
     assert a.faults.num_replaced > 0
 
@@ -82,20 +83,48 @@ def test_a_cut_is_survived_whichever_side_notices_it(pair: tuple[Endpoint, Endpo
 def test_a_new_connection_takes_the_place_of_a_stale_one(pair: tuple[Endpoint, Endpoint]) -> None:
     """As when a NAT forgets its state: the sender still has the old connection when the receiver has dialled again."""
     a, b = pair
-    a.send(Key(HIDDEN, 0, tag(1)), b"first").wait(5)
+    a.send(Key(HIDDEN, 0, tag(1)), b"first").wait(60)
     dialer, slot = b._dialers[OPEN, 0], a.channel(HIDDEN)._slots[0]
     stale = slot.stream
     assert stale is not None
     stream, theirs = dialer._dial(0)
     assert theirs.slot == QUICK.max_streams
-    deadline = time.monotonic() + 5
-    while slot.stream in (stale, None):
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    until(lambda: slot.stream not in (stale, None))
     assert stale.aborted
     stream.close()
-    a.send(Key(HIDDEN, 0, tag(2)), b"second").wait(5)
-    assert b.recv(Key(OPEN, 0, tag(2))).wait(5) == b"second"
+    a.send(Key(HIDDEN, 0, tag(2)), b"second").wait(60)
+    assert b.recv(Key(OPEN, 0, tag(2))).wait(60) == b"second"
+
+
+def dialled_late(sock: socket.socket) -> tuple[SocketStream, Greeting]:
+    return SocketStream(sock), Greeting(HIDDEN, OPEN, 0, 0, 1, reverse=True)
+
+
+def test_a_connection_that_waits_for_its_turn_is_closed_with_the_channel(pair: tuple[Endpoint, Endpoint]) -> None:
+    """The one before it is in use until the end."""
+    a, _ = pair
+    near, far = socket.socketpair()
+    with near, far:
+        a.channel(HIDDEN)._slots[0].dialled.put(dialled_late(near))
+        a.close(0)
+        assert near.fileno() == -1
+
+
+def test_a_connection_that_comes_while_the_channel_is_closed_is_closed_too(
+    pair: tuple[Endpoint, Endpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, _ = pair
+    channel = a.channel(HIDDEN)
+
+    def closes_meanwhile(slot: int) -> bool:
+        a.close(0)
+        return True
+
+    monkeypatch.setattr(channel, "may_adopt", closes_meanwhile)
+    near, far = socket.socketpair()
+    with near, far:
+        channel.adopt(*dialled_late(near))
+        assert near.fileno() == -1
 
 
 def test_a_peer_that_is_never_reached_is_named_by_both_sides() -> None:
@@ -106,15 +135,16 @@ def test_a_peer_that_is_never_reached_is_named_by_both_sides() -> None:
         nowhere = Endpoint("dc3/closed")
         nowhere.close()
         b.dial_for(OPEN, 0, nowhere.address)
+        until(lambda: "refused" in b._dialers[OPEN, 0].last_error)
         with pytest.raises(WorkerError, match=r"dialled for it at .*refused"):
-            b.recv(Key(OPEN)).wait(10)
+            b.recv(Key(OPEN)).wait(60)
 
 
 def test_a_restart_needs_a_new_epoch() -> None:
     with Endpoint(HIDDEN, epoch=1, settings=QUICK) as b, Endpoint(OPEN, epoch=2, settings=QUICK) as a:
         b.dial_for(OPEN, 0, a.address)
         with pytest.raises(WorkerError, match="later epoch"):
-            b.recv(Key(OPEN)).wait(10)
+            b.recv(Key(OPEN)).wait(60)
 
 
 def test_a_cell_crosses_a_boundary_that_one_side_dials() -> None:
@@ -136,12 +166,12 @@ def test_a_cell_crosses_a_boundary_that_one_side_dials() -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(20)
+            thread.join(60)
         for src, dst, lane in ((near[0], far[0], 0), (far[1], near[1], 1)):
             data = os.urandom(700_000)
             got = cells[dst].recv(Key(src, lane))
-            cells[src].send(Key(dst, lane), data).wait(10)
-            assert got.wait(10) == data
+            cells[src].send(Key(dst, lane), data).wait(60)
+            assert got.wait(60) == data
     finally:
         for cell in cells.values():
             cell.close(0)
@@ -172,8 +202,8 @@ def test_it_is_encrypted_and_proves_names_like_any_other(certs: Path) -> None:
         a.connect({HIDDEN: None})
         data = os.urandom(2_000_001)
         got = b.recv(Key(OPEN))
-        a.send(Key(HIDDEN), data).wait(10)
-        assert got.wait(10) == data
+        a.send(Key(HIDDEN), data).wait(60)
+        assert got.wait(60) == data
         assert all(slot.stream is None or slot.stream.cipher is not None for slot in a.channel(HIDDEN)._slots)
     with secured(certs, OPEN) as a, secured(certs, HIDDEN, files="dc1/mate") as b:
         b.dial_for(OPEN, 0, a.address)
@@ -189,28 +219,21 @@ def test_a_trusted_network_drops_encryption_inside_a_datacenter_only(
         a.connect({peer: b.address})
         (stream, *_) = [slot.stream for slot in a.channel(peer)._slots if slot.stream is not None]
         assert (stream.cipher is not None) == is_encrypted
-        a.send(Key(peer), b"x" * 100_000).wait(10)
-        assert b.recv(Key(OPEN)).wait(10) == b"x" * 100_000
+        a.send(Key(peer), b"x" * 100_000).wait(60)
+        assert b.recv(Key(OPEN)).wait(60) == b"x" * 100_000
 
 
 def test_a_trusted_network_does_not_drop_authentication(certs: Path) -> None:
     with secured(certs, "dc1/mate", "127.0.0.0/8") as b:
-        with (
-            Endpoint(OPEN, settings=QUICK) as a,  # without a certificate
-            pytest.raises(WorkerError, match="closed the connection"),
-        ):
-            a.connect({"dc1/mate": b.address}, timeout_s=0.5)
-        with (
-            secured(certs, OPEN, "127.0.0.0/8", files=HIDDEN) as a,  # with the certificate of another node
-            pytest.raises(WorkerError, match="closed the connection"),
-        ):
-            a.connect({"dc1/mate": b.address}, timeout_s=0.5)
+        with Endpoint(OPEN, settings=QUICK) as a:  # without a certificate
+            assert "closed the connection" in connect_error(a, "dc1/mate", b.address)
+        with secured(certs, OPEN, "127.0.0.0/8", files=HIDDEN) as a:  # with the certificate of another node
+            assert "closed the connection" in connect_error(a, "dc1/mate", b.address)
 
 
 def test_both_sides_must_trust_the_network(certs: Path) -> None:
     with (
         secured(certs, OPEN, "127.0.0.0/8") as a,
         secured(certs, "dc1/mate") as b,
-        pytest.raises(WorkerError, match="trust a network that the other does not"),
     ):
-        a.connect({"dc1/mate": b.address}, timeout_s=0.5)
+        assert "or that both trust the network between them" in connect_error(a, "dc1/mate", b.address)

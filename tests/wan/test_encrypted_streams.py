@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from atlas.wan.security.credentials import Credentials, Security
+from atlas.wan.transport import channel_tuner, inbox
 from atlas.wan.transport.base import Handle, Key
 from atlas.wan.transport.endpoint import Endpoint
 from atlas.wan.transport.inbound import Inbound
@@ -69,11 +70,11 @@ def test_a_thread_may_write_records_while_another_reads_payloads() -> None:
             assert np.array_equal(got, payload)
     finally:
         stop.set()
-        threads[0].join(10)
+        threads[0].join(60)
         for stream in (near, far):
             stream.abort()
         for thread in threads:
-            thread.join(10)
+            thread.join(60)
         near.close()
         far.close()
     assert records
@@ -82,8 +83,29 @@ def test_a_thread_may_write_records_while_another_reads_payloads() -> None:
 
 @pytest.mark.parametrize(("num_streams", "count", "num_bytes"), [(2, 16, 8 << 20), (4, 60, 1 << 20)])
 def test_receives_posted_while_messages_arrive_break_no_stream(
-    tmp_path: Path, num_streams: int, count: int, num_bytes: int
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, num_streams: int, count: int, num_bytes: int
 ) -> None:
+    faults = exchange(tmp_path, caplog, num_streams, count, num_bytes)
+    assert faults._replace(num_hedged=0) == Faults()
+
+
+def test_a_chunk_that_is_sent_twice_breaks_no_stream(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when an answer is late because the host is busy: the second copy arrives while the first still does."""
+    monkeypatch.setattr(channel_tuner, "HEDGE_S", 0.0)
+    monkeypatch.setattr(channel_tuner, "HEDGE_TRIPS", 0)
+    monkeypatch.setattr(inbox, "LATE_COPY_S", 60.0)
+    num_hedged = 0
+    while not num_hedged:  # usually some of the first exchange
+        faults = exchange(tmp_path, caplog, 2, 32, 8 << 20)
+        assert faults._replace(num_hedged=0) == Faults()
+        num_hedged += faults.num_hedged
+
+
+def exchange(tmp_path: Path, caplog: pytest.LogCaptureFixture, num_streams: int, count: int, num_bytes: int) -> Faults:
+    """Messages from A to B over encrypted streams, with receives posted while earlier messages arrive."""
+    caplog.set_level("INFO", "atlas.wan")  # a failure then shows why a stream was lost
     make_ca(tmp_path)
     for name in (A, B):
         make_node(tmp_path, name)
@@ -108,7 +130,7 @@ def test_receives_posted_while_messages_arrive_break_no_stream(
             assert handle.wait(30) == data[i % 4]
         for handle in sent:
             handle.wait(30)
-        assert a.faults._replace(num_hedged=0) == Faults()
+        return a.faults
 
 
 def test_a_stream_is_not_closed_while_a_record_is_sent() -> None:
@@ -125,7 +147,7 @@ def test_a_stream_is_not_closed_while_a_record_is_sent() -> None:
     teller.start()
     near.read_head(RECORD_BYTES)  # records are being sent
     inbound.close()
-    teller.join(10)
+    teller.join(60)
     assert not teller.is_alive()
     assert all(sent)
     assert not inbound.send_record(RecordKind.FREED, 2)

@@ -8,6 +8,7 @@ import random
 import threading
 
 import pytest
+from connect_errors import until
 
 from atlas.wan.emulator.paths import PathSpec
 from atlas.wan.emulator.proxy_net import ProxyNet
@@ -44,4 +45,4 @@ def test_every_byte_arrives_once_whatever_breaks(stall_share: float) -> None:
         a.close()
     expected = [hashlib.sha256(d).digest() for d in data[::2] + data[1::2]]
     assert [hashlib.sha256(g or b"").digest() for g in got] == expected
-    assert not set(threading.enumerate()) - before
+    until(lambda: not set(threading.enumerate()) - before)

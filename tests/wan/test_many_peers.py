@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from connect_errors import until
 
 from atlas.errors import WorkerError
 from atlas.wan.security.certs import make_ca, make_node
@@ -40,7 +41,7 @@ def descriptors() -> int:
 def _nothing_leaks() -> Iterator[None]:
     before, num_open = set(threading.enumerate()), descriptors()
     yield
-    end = time.monotonic() + 5
+    end = time.monotonic() + 60
     while time.monotonic() < end and set(threading.enumerate()) - before:
         time.sleep(0.02)
     assert not set(threading.enumerate()) - before
@@ -50,8 +51,8 @@ def _nothing_leaks() -> Iterator[None]:
 # ---- the rule ----------------------------------------------------------------------------------------------------
 def test_a_few_channels_get_what_they_ask_for() -> None:
     budget = StreamBudget(12)
-    assert [budget.outgoing(ChannelKind.FAR) for _ in range(4)] == [(12, False)] * 4
-    assert [budget.outgoing(ChannelKind.NEAR) for _ in range(16)] == [(2, False)] * 16
+    assert [budget.outgoing(ChannelKind.FAR) for _ in range(4)] == [12] * 4
+    assert [budget.outgoing(ChannelKind.NEAR) for _ in range(16)] == [2] * 16
 
 
 @pytest.mark.parametrize("count", [5, 17, 48, 49, 1000])
@@ -62,7 +63,7 @@ def test_streams_with_threads_never_exceed_their_limit(kind: ChannelKind, count:
     if is_expected:
         budget.expect({kind: count})
     shares = [budget.outgoing(kind) for _ in range(count)]
-    assert sum(share.num_streams for share in shares if not share.is_shared) <= LIMITS[kind]
+    assert sum(shares) <= LIMITS[kind]
     if is_expected:
         assert len(set(shares)) == 1  # all channels of a kind get the same
 
@@ -110,11 +111,11 @@ def test_threads_do_not_grow_with_the_number_of_peers() -> None:
                 assert bytes(reply.wait(60) or b"") == each[::-1]
                 most = max(most, threading.active_count() - threads)
             for handle in sent:
-                handle.wait(10)
+                handle.wait(60)
         shared, own = READERS + WRITERS + DIALERS, INBOUND_LIMITS[ChannelKind.NEAR]
         assert most <= shared + own + QUICK.max_handshakes + 2  # the acceptor and the watcher
         assert descriptors() - sockets <= 2 * count + 16  # one stream each way
-        child.communicate("end\n", timeout=30)
+        child.communicate("end\n", timeout=60)
     assert child.returncode == 0
 
 
@@ -143,49 +144,48 @@ def test_a_shared_channel_delivers_in_spite_of_cuts(peer: str, *, reverse: bool)
         for i in range(20):
             sent.append(a.send(Key(peer, 0, tag(i)), data[i], i))
             if i % 5 == 4:
-                gets[i - 2].wait(10)
+                gets[i - 2].wait(60)
                 a.channel(peer).cut()
                 for stream in b._inbound.of((HUB, 0)):
                     stream.abort()
-        assert [get.wait(20) for get in gets] == data
+        assert [get.wait(60) for get in gets] == data
         for handle in sent:
-            handle.wait(10)
+            handle.wait(60)
         assert a.faults.num_replaced > 0
 
 
 def test_a_shared_channel_fails_after_the_deadline_with_the_last_error() -> None:
-    hasty = replace(QUICK, deadline_s=0.5)
-    with Endpoint(HUB, settings=hasty) as a:
+    with Endpoint(HUB, settings=QUICK) as a:
         a.expect([ChannelKind.NEAR] * 1000)
         a.connect({"dc1/p": ("127.0.0.1", 1)})
+        sent, channel = a.send(Key("dc1/p", 0, tag(1)), b"lost"), a.channel("dc1/p")
+        until(lambda: "refused" in channel.last_error)
+        channel._down_since = channel.outbox.last_progress_ns = 0  # that was long ago
         with pytest.raises(WorkerError, match=r"to dc1/p.*refused"):
-            a.send(Key("dc1/p", 0, tag(1)), b"lost").wait(10)
+            sent.wait(60)
 
 
 def test_a_shared_channel_ends_when_the_peer_restarts() -> None:
     a, b = shared_pair("dc1/near")
     with a:
-        a.send(Key("dc1/near", 0, tag(1)), b"first").wait(5)
+        a.send(Key("dc1/near", 0, tag(1)), b"first").wait(60)
         b.close()
         restarted = "has restarted: a restart needs a new epoch"
         with Endpoint("dc1/near", b.address, settings=QUICK), pytest.raises(WorkerError, match=restarted):
-            a.send(Key("dc1/near", 0, tag(2)), b"second").wait(10)
+            a.send(Key("dc1/near", 0, tag(2)), b"second").wait(60)
 
 
 def test_a_shared_stream_that_gets_no_answer_is_replaced() -> None:
     """The peer's process stops reading, as when its host is lost without a word."""
     a, b = shared_pair("dc1/near")
     with a, b:
-        a.send(Key("dc1/near", 0, tag(1)), b"first").wait(5)
+        a.send(Key("dc1/near", 0, tag(1)), b"first").wait(60)
         (inbound,) = b._inbound.of((HUB, 0))
         with inbound._writing:  # its answers wait
             sent = a.send(Key("dc1/near", 0, tag(2)), b"second")
-            deadline = time.monotonic() + 10
-            while not a.faults.num_replaced:
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
-        sent.wait(10)
-        assert b.recv(Key(HUB, 0, tag(2))).wait(5) == b"second"
+            until(lambda: a.faults.num_replaced > 0)
+        sent.wait(60)
+        assert b.recv(Key(HUB, 0, tag(2))).wait(60) == b"second"
 
 
 def test_encrypted_shared_channels(tmp_path: Path) -> None:
@@ -201,25 +201,24 @@ def test_encrypted_shared_channels(tmp_path: Path) -> None:
         a.connect({"dc2/b": b.address})
         data = os.urandom(3_000_001)
         got = b.recv(Key(HUB, 0, tag(1)))
-        a.send(Key("dc2/b", 0, tag(1)), data).wait(10)
-        assert got.wait(10) == data
+        a.send(Key("dc2/b", 0, tag(1)), data).wait(60)
+        assert got.wait(60) == data
 
 
 def test_a_receive_waits_longer_than_the_deadline_for_a_peer_that_connects_when_it_sends() -> None:
     """A slow peer is not a lost one. Once it has connected, the deadline counts."""
-    hasty = replace(QUICK, deadline_s=0.3)
-    with Endpoint(HUB, settings=hasty) as a, Endpoint("dc1/b", settings=hasty) as b:
+    with Endpoint(HUB, settings=QUICK) as a, Endpoint("dc1/b", settings=replace(QUICK, deadline_s=0.3)) as b:
         for end, peer in ((a, b), (b, a)):
             end.expect([ChannelKind.NEAR] * 1000)
             end.connect({peer.name: peer.address})
         got = b.recv(Key(HUB, 0, tag(1)))
         with pytest.raises(WorkerError, match="no connection from dc2/far"):
-            b.recv(Key("dc2/far", 0, tag(1))).wait(10)
+            b.recv(Key("dc2/far", 0, tag(1))).wait(60)
         time.sleep(0.3)
         assert not got.done
-        a.send(Key("dc1/b", 0, tag(1)), b"late").wait(10)
-        assert got.wait(10) == b"late"
+        a.send(Key("dc1/b", 0, tag(1)), b"late").wait(60)
+        assert got.wait(60) == b"late"
         lost = b.recv(Key(HUB, 0, tag(2)))
         a.close()
         with pytest.raises(WorkerError, match="closed its side"):
-            lost.wait(10)
+            lost.wait(60)

@@ -6,14 +6,16 @@ import threading
 from random import Random
 
 import pytest
+from connect_errors import until
 from hypothesis import given
 from hypothesis import strategies as st
 
 from atlas.errors import WorkerError
 from atlas.wan.congestion import inflight_limit
 from atlas.wan.congestion.inflight_limit import FIRST_BYTES, InflightLimit
+from atlas.wan.transport import inbox
 from atlas.wan.transport.base import Handle, Key, Loopback, Tag
-from atlas.wan.transport.inbox import Inbox
+from atlas.wan.transport.inbox import ChunkBusyError, Inbox
 from atlas.wan.transport.message import Chunk
 from atlas.wan.transport.outbox import Outbox
 from atlas.wan.transport.wire import FrameHeader, FrameKind
@@ -192,26 +194,40 @@ class Cable:
         self.aborted = True
 
 
-def test_a_second_claim_aborts_the_first_stream_and_waits_until_it_settles() -> None:
+@pytest.mark.parametrize("first_is_late", [False, True])
+def test_of_two_copies_of_a_chunk_the_one_that_is_complete_first_counts(
+    first_is_late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inbox, "LATE_COPY_S", 0.05 if first_is_late else 60.0)
     box = Inbox("dc1/a", 0, 1 << 20, None)
     header = FrameHeader(FrameKind.CHUNK, number=1, total_bytes=4, num_bytes=4)
     old, new, views = Cable(), Cable(), []
-    assert box.claim(old, header) is not None
-    thread = threading.Thread(target=lambda: views.append(box.claim(new, header)))
+    first = box.claim(old, header)
+    assert first is not None
+    with pytest.raises(ChunkBusyError):
+        box.claim(new, header)
+    assert not old.aborted, "the second copy has only begun to arrive"
+    thread = threading.Thread(target=lambda: views.append(box.claim(new, header, has_copy=True)))
     thread.start()
-    thread.join(0.05)
-    assert thread.is_alive()
-    assert old.aborted
-    box.settle(header, filled=False)
-    thread.join(2)
-    assert views[0] is not None
-    views[0][:] = b"abcd"
-    assert box.settle(header, filled=True)
+    if first_is_late:
+        until(lambda: old.aborted)
+    else:
+        first[:] = b"abcd"
+    completed = box.settle(header, filled=not first_is_late)
+    thread.join(60)
+    if first_is_late:
+        assert views[0] is not None
+        views[0][:] = b"abcd"
+        completed = box.settle(header, filled=True)
+    else:
+        assert views == [None]
+        assert not old.aborted
+    assert completed
     box.complete(header)
     assert box.claim(old, header) is None
     handle = Handle()
     box.post((0, 0, 0, 0), None, handle)
-    assert handle.wait(1) == b"abcd"
+    assert handle.wait(60) == b"abcd"
 
 
 def test_a_peer_that_sends_more_than_allowed_is_disconnected() -> None:
@@ -225,12 +241,12 @@ def test_loopback_is_a_transport() -> None:
     a, b = Loopback.network("a", "b")
     tag: Tag = (1, 2, 3, 4)
     got = b.recv(Key("a", 0, tag))
-    a.send(Key("b", 0, tag), b"hello", turn=3).wait(1)
-    assert got.wait(1) == b"hello"
+    a.send(Key("b", 0, tag), b"hello", turn=3).wait(60)
+    assert got.wait(60) == b"hello"
     assert a.sent == [(Key("b", 0, tag), 3)]
     b.close()
     with pytest.raises(WorkerError):
-        a.send(Key("b"), b"x").wait(1)
+        a.send(Key("b"), b"x").wait(60)
 
 
 @pytest.fixture

@@ -95,8 +95,8 @@ def test_the_outbox_keeps_the_pace() -> None:
     assert box.pull("s", 0, 0.0) is not None
     early = box.pull("s", 0, 0.0)
     assert early is None or time.monotonic() - began > 0.008  # a busy host may have waited for us
-    assert early is not None or box.pull("s", 0, 5.0) is not None
-    assert 0.008 < time.monotonic() - began < 5.0
+    assert early is not None or box.pull("s", 0, 60.0) is not None
+    assert time.monotonic() - began > 0.008
 
 
 def sender(handed: list[tuple[int, int]], num_paths: int = 3) -> SliceSender:
@@ -111,12 +111,13 @@ def sender(handed: list[tuple[int, int]], num_paths: int = 3) -> SliceSender:
 
 
 def until(handed: list[tuple[int, int]], count: int) -> None:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while len(handed) < count and time.monotonic() < deadline:
         time.sleep(0.002)
 
 
-def test_paths_take_slices_in_turn_and_a_full_path_is_skipped() -> None:
+def test_paths_take_slices_in_turn_and_a_full_path_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paths, "LEAST_TURN_S", 60.0)  # no slice is sent again on a busy host
     handed: list[tuple[int, int]] = []
     source = sender(handed)
     try:

@@ -7,18 +7,18 @@ import os
 import re
 import socket
 import threading
-import time
 from pathlib import Path
 
 import pytest
+from connect_errors import await_error, connect_error, until
 
-from atlas.errors import AtlasError, WorkerError
-from atlas.wan.security.credentials import Credentials, Security
+from atlas.errors import AtlasError
+from atlas.wan.security.credentials import Credentials, Protection, Security
 from atlas.wan.transport import acceptor
 from atlas.wan.transport.base import Key
 from atlas.wan.transport.endpoint import Endpoint
 from atlas.wan.transport.settings import TransportSettings
-from atlas.wan.transport.wire import ENCRYPTED, Greeting, pack_greeting, preamble
+from atlas.wan.transport.wire import Greeting, pack_greeting, preamble
 
 pytest.importorskip("cryptography")
 
@@ -49,9 +49,9 @@ def test_encrypted_bytes_arrive(certs: Path) -> None:
         data = os.urandom(3_000_001)
         got = b.recv(Key("dc1/a"))
         a.send(Key("dc2/b"), data)
-        assert got.wait(5) == data
+        assert got.wait(60) == data
         a.channel("dc2/b").cut()
-        a.send(Key("dc2/b", 0, (1, 0, 0, 0)), b"").wait(5)
+        a.send(Key("dc2/b", 0, (1, 0, 0, 0)), b"").wait(60)
         a.close()
 
 
@@ -80,8 +80,8 @@ def test_the_payload_is_not_readable_on_the_wire(certs: Path) -> None:
 
         threading.Thread(target=serve, daemon=True).start()
         a.connect({"dc2/b": server.getsockname()})
-        a.send(Key("dc2/b"), b"a very secret gradient" * 1000).wait(5)
-        assert b.recv(Key("dc1/a")).wait(5) == b"a very secret gradient" * 1000
+        a.send(Key("dc2/b"), b"a very secret gradient" * 1000).wait(60)
+        assert b.recv(Key("dc1/a")).wait(60) == b"a very secret gradient" * 1000
         a.close()
     server.close()
     assert len(seen) > 22_000
@@ -90,13 +90,7 @@ def test_the_payload_is_not_readable_on_the_wire(certs: Path) -> None:
 
 
 def refused(a: Endpoint, b: Endpoint, match: str) -> None:
-    """Checks the first error of the channel. Waiting for a timeout shows no more, and takes long on a busy host."""
-    channel = a.open(b.name, 0, b.address)
-    end = time.monotonic() + 20
-    while channel.last_error == "never connected" and time.monotonic() < end:
-        time.sleep(0.01)
-    assert re.search(match, channel.last_error)
-    assert not channel.num_live
+    assert re.search(match, await_error(a.open(b.name, 0, b.address)))
 
 
 def test_expired_early_foreign_and_misnamed_certificates_are_refused(certs: Path, tmp_path: Path) -> None:
@@ -137,8 +131,8 @@ def test_a_tls_connection_without_a_certificate_is_refused(certs: Path, caplog: 
     caplog.set_level("INFO", "atlas.wan")
     here = Credentials.of_folder(certs, "dc2/b")
     with endpoint("dc2/b", here) as b, socket.create_connection(b.address) as sock:
-        sock.sendall(preamble(ENCRYPTED))
-        sock.settimeout(5)
+        sock.sendall(preamble(Protection.ENCRYPTED))
+        sock.settimeout(60)
         with context.wrap_socket(sock) as tls, contextlib.suppress(OSError):
             tls.sendall(b"x" * 32 + pack_greeting(Greeting("dc1/a", "dc2/b", 0, 0, 1)))
             assert not tls.recv(1)
@@ -182,15 +176,14 @@ def test_a_datacenters_certificate_is_valid_for_its_nodes_only(certs: Path) -> N
         endpoint("dc4/any", theirs) as c,
     ):
         a.connect({"dc2/b": b.address})
-        with pytest.raises(WorkerError, match="dc2/b"):
-            c.connect({"dc2/b": b.address}, timeout_s=2)
+        assert "dc2/b" in connect_error(c, "dc2/b", b.address)
 
 
 def _garbage(address: tuple[str, int], count: int, held: list[socket.socket]) -> None:
     corpus = [file.read_bytes() for file in sorted(CORPUS.iterdir())]
     for i in range(count):
         try:
-            sock = socket.create_connection(address, timeout=5)
+            sock = socket.create_connection(address, timeout=60)
             sock.sendall(corpus[i % len(corpus)])
         except OSError:
             continue
@@ -214,18 +207,13 @@ def test_garbage_connections_do_not_stop_transfers(certs: Path) -> None:
         while flood.is_alive() or number < 20:
             got = b.recv(Key("dc1/a", 0, (number, 0, 0, 0)))
             a.send(Key("dc2/b", 0, (number, 0, 0, 0)), data)
-            assert got.wait(5) == data
+            assert got.wait(60) == data
             number += 1
         flood.join()
         late = endpoint("dc2/c", Credentials.of_folder(certs, "dc2/c"))
-        late.connect({"dc2/b": b.address}, timeout_s=5)  # new connections are still accepted
+        late.connect({"dc2/b": b.address}, timeout_s=60)  # new connections are still accepted
         late.close()
-        end = time.monotonic() + 20
-        while time.monotonic() < end and any("inbound" in t.name for t in threading.enumerate()):
-            if sum("inbound" in t.name for t in threading.enumerate()) <= 2:
-                break
-            time.sleep(0.1)
-        assert sum("inbound" in t.name for t in threading.enumerate()) <= 2
+        until(lambda: sum("inbound" in t.name for t in threading.enumerate()) <= 2)
         a.close()
     for sock in held:
         sock.close()
@@ -237,11 +225,11 @@ def test_a_peer_connects_at_once_among_idle_and_garbage_connections(certs: Path)
     security = {name: Security(Credentials.of_folder(certs, name)) for name in ("dc1/a", "dc2/b", "dc2/c")}
     settings = TransportSettings(max_pending=100)
     with Endpoint("dc2/b", security=security["dc2/b"], settings=settings) as b:
-        held += [socket.create_connection(b.address, timeout=5) for _ in range(300)]
+        held += [socket.create_connection(b.address, timeout=60) for _ in range(300)]
         _garbage(b.address, 100, held)
         for name in ("dc1/a", "dc2/c"):
             with Endpoint(name, security=security[name], settings=settings) as peer:
-                peer.connect({"dc2/b": b.address}, timeout_s=20)
+                peer.connect({"dc2/b": b.address}, timeout_s=60)
                 assert peer.channel("dc2/b").last_error == "never connected", "no attempt has failed"
     for sock in held:
         sock.close()
@@ -254,8 +242,8 @@ def test_silent_handshakes_make_room_for_new_ones(certs: Path, monkeypatch: pyte
     with contextlib.ExitStack() as stack:
         b = stack.enter_context(Endpoint("dc2/b", security=security["dc2/b"], settings=settings))
         for _ in range(10):
-            silent = stack.enter_context(socket.create_connection(b.address, timeout=5))
-            silent.sendall(preamble(ENCRYPTED))
+            silent = stack.enter_context(socket.create_connection(b.address, timeout=60))
+            silent.sendall(preamble(Protection.ENCRYPTED))
         a = stack.enter_context(Endpoint("dc1/a", security=security["dc1/a"], settings=settings))
-        a.connect({"dc2/b": b.address}, timeout_s=20)
+        a.connect({"dc2/b": b.address}, timeout_s=60)
         assert a.channel("dc2/b").last_error == "never connected", "no attempt has failed"

@@ -26,8 +26,8 @@ def family(a: Endpoint, b: Endpoint, address: tuple[str, int]) -> socket.Address
     """Sends a message from a to b and returns the address family that was used."""
     a.connect({b.name: address})
     data = os.urandom(3_000_000)
-    a.send(Key(b.name), data).wait(10)
-    assert bytes(b.recv(Key(a.name)).wait(10) or b"") == data
+    a.send(Key(b.name), data).wait(60)
+    assert bytes(b.recv(Key(a.name)).wait(60) or b"") == data
     (slot,) = a.channel(b.name)._slots
     assert slot.stream is not None
     return slot.stream.sock.family

@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 
 from atlas.errors import WorkerError
 from atlas.wan.cell_relay.slices import Note, NoteKind, RelaySlice, pack_note, pack_slice, unpack_note, unpack_slice
+from atlas.wan.security.credentials import Protection
 from atlas.wan.transport.wire import (
-    ENCRYPTED,
     GREETING_BYTES,
     HEADER_BYTES,
     MAX_CHUNK_BYTES,
-    PLAIN,
     RECORD_BYTES,
     ControlRecord,
     FrameHeader,
@@ -135,7 +134,7 @@ def test_the_corpus_is_refused() -> None:
 
 
 def test_a_preamble_has_the_mode() -> None:
-    assert read_preamble(preamble(PLAIN)) == PLAIN
-    assert read_preamble(preamble(ENCRYPTED)) == ENCRYPTED
+    assert read_preamble(preamble(Protection.PLAIN)) == Protection.PLAIN
+    assert read_preamble(preamble(Protection.ENCRYPTED)) == Protection.ENCRYPTED
     with pytest.raises(WorkerError, match="the same release"):
-        read_preamble(preamble(PLAIN)[:8] + b"\xee" + preamble(PLAIN)[9:])
+        read_preamble(preamble(Protection.PLAIN)[:8] + b"\xee" + preamble(Protection.PLAIN)[9:])

@@ -57,9 +57,9 @@ def shape(name: str) -> PublicModel:
     if word in known:
         return known[word]
     if any(word.startswith(start) for start in EXPERTS):
-        rule, remedy = "is a mixture of experts, which is not priced", f"Use a dense model: {', '.join(known)}"
+        rule, remedy = "is a mixture of experts, which Atlas cannot simulate", f"Use a dense model: {', '.join(known)}"
     else:
         near = get_close_matches(word, known, n=3, cutoff=0.5)
-        rule = "is no built-in model, and no folder or config.json of that name is here"
+        rule = "is neither a built-in model nor an existing folder or config.json"
         remedy = f"Did you mean {' or '.join(near)}?" if near else f"Known: {', '.join(known)}"
     raise SpecError(where="--model", key="model", value=name, rule=rule, remedy=remedy)

@@ -184,7 +184,8 @@ def region(name: str, where: str) -> Region:
     else:
         rule = f"no such region of {CLOUDS[cloud]}"
         near = _near_regions(short, [one for one in known if one.startswith(f"{cloud}:")])
-    remedy = f"Did you mean {' or '.join(near[:3])}? `atlas regions` lists all"
+    hint = f"Did you mean {' or '.join(near[:3])}?" if near else "Write it like aws:us-east-1;"
+    remedy = f"{hint} `atlas regions` lists all"
     raise SpecError(where=where, key="region", value=name, rule=rule, remedy=remedy)
 
 
@@ -193,5 +194,5 @@ def _near_regions(word: str, names: list[str]) -> list[str]:
     by_short = {one.partition(":")[2]: one for one in names}
     by_place = {regions()[one].place.lower(): one for one in names}
     close = [by_short[one] for one in get_close_matches(word, by_short, n=3, cutoff=0.5)]
-    close += [by_place[place] for place in by_place if word in place or place in word]
-    return list(dict.fromkeys(close)) or sorted(names)[:3]
+    close += [by_place[place] for place in by_place if (len(word) > 2 and word in place) or place in word]
+    return list(dict.fromkeys(close))

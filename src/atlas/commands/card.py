@@ -32,7 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("source", type=Path, metavar="SOURCE", help="a plan, a job, a timeline file, or the folder of a run")
     add("--out", type=Path, required=True, metavar="DIR", help="the folder to write; new or empty")
     add("--job", type=Path, metavar="FILE", help="the plan or job of a timeline file")
-    add("--schedule", metavar="NAME", help="for a job: how to run it (default: 1f1b)")
+    add("--schedule", metavar="NAME", help="for a job: its schedule (default 1f1b)")
     add("--steps", type=whole(1, 1000), default=DEFAULT_STEPS, metavar="N", help="iterations to simulate (default 7)")
     add("--contributor", default="", metavar="NAME", help="your name, for the card")
     add("--contact", default="", metavar="EMAIL", help="your address, for the card")
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     require_new(args.out)
     is_yaml = args.source.suffix in (".yaml", ".yml")
     if is_yaml and args.job is not None:
-        raise AtlasError(f"--job is for a timeline file, and {args.source} is a plan or a job. Leave it out")
+        raise AtlasError(f"--job is for a timeline file, and {args.source} is a plan or a job. Leave out --job")
     point = _simulated(args) if is_yaml else _recorded(args)
     figures = [f"  {m.name}: {m.value:.6g} {m.unit}" for m in point.ccl[:4] if m.value is not None]
     show(f"Wrote {args.out}: {len(point.ranks)} traces, times are {point.source}.", *figures)
@@ -61,7 +61,10 @@ def _simulated(args: argparse.Namespace) -> DataPoint:
         simulation = simulate(plan or job, schedule, **options)
     found, whole = simulation.best, simulation.whole
     if whole is not None:
-        remark(f"the card describes the slowest of {len(whole.results)} groups of pipelines; others need their own")
+        remark(
+            f"the card describes the slowest of {len(whole.results)} groups of pipelines; "
+            "the others need cards of their own"
+        )
     facts = RunFacts(found.schedule, found.tcp, command=["atlas", *sys.argv[1:]], **_stated(args, plan))
     return write_data_point(args.out, found.timeline, found.case.job, found.case.arrangement, facts)
 

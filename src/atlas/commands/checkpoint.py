@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from atlas.console import Meter, print_json, say, show
 from atlas.errors import AtlasError
+from atlas.runtime.checkpoint.manifest import ids, missing_layers, parts_of
 from atlas.view.table import plain_table, right
 
 if TYPE_CHECKING:
-    from atlas.runtime.checkpoint import BlobStore, Checkpoint
+    from atlas.runtime.checkpoint.load import Checkpoint
+    from atlas.runtime.checkpoint.store import BlobStore
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +57,7 @@ named model.NAME, as in Hugging Face. Its metadata is a pickle: import only fold
 
 def _configure_import(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder to import")
-    parser.add_argument("--format", choices=("hf", "dcp"), default="dcp", help="format of FOLDER (default: dcp)")
+    parser.add_argument("--format", choices=("hf", "dcp"), default="dcp", help="format of FOLDER (default dcp)")
     parser.add_argument("--config", type=Path, metavar="FILE", help="the model's config.json, for dcp")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder to create; for hf also s3://BUCKET/PREFIX")
 
@@ -75,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
 def stores_under(places: Sequence[str]) -> list[BlobStore]:
     """Every store with saves in it, at or below these places."""
-    from atlas.runtime.checkpoint.place import saves_under  # torch: 1.9 s
+    from atlas.runtime.checkpoint.place import saves_under  # pydantic: 0.1 s
 
     found: list[BlobStore] = [store for place in places for store in saves_under(place)]
     if not found:
@@ -84,29 +86,21 @@ def stores_under(places: Sequence[str]) -> list[BlobStore]:
 
 
 def _list(stores: Sequence[BlobStore], in_json: bool) -> None:
-    rows = [_row(stores, id) for id in _ids(stores)]
+    rows = [_row(stores, id) for id in sorted(set().union(*(ids(store) for store in stores)))]
     if in_json:
         print_json(rows)
         return
     table = plain_table(*right("step", "attempt", "parts", "layers", "MB"), "complete", "in")
     for row in rows:
-        state = "yes" if row["complete"] else f"no: {', '.join(row['missing'][:3]) or 'no part'} missing"
+        state = "yes" if row["complete"] else f"no: {', '.join(row['missing'][:3]) or 'a part'} missing"
         layers = f"{row['num_layers'] - len(row['missing'])} of {row['num_layers']}"
         figures = (row["step"], row["attempt"], row["parts"], layers, f"{row['bytes'] / 1e6:,.1f}")
         table.add_row(*map(str, figures), state, ", ".join(row["stores"]))
     show(table)
 
 
-def _ids(stores: Sequence[BlobStore]) -> list[Any]:
-    from atlas.runtime.checkpoint.manifest import ids  # torch: 1.9 s
-
-    return sorted(set().union(*(ids(store) for store in stores)))
-
-
 def _row(stores: Sequence[BlobStore], id: Any) -> dict[str, Any]:
     """One save. Bytes of replicas count; their layers count once."""
-    from atlas.runtime.checkpoint.manifest import missing_layers, parts_of  # torch: 1.9 s
-
     held = parts_of(stores, id)
     parts = [part for _, part in held]
     missing = missing_layers(parts) if parts else []
@@ -123,7 +117,7 @@ def _row(stores: Sequence[BlobStore], id: Any) -> dict[str, Any]:
 
 
 def _chosen(stores: Sequence[BlobStore], step: int | None) -> Checkpoint:
-    from atlas.runtime.checkpoint import choose  # torch: 1.9 s
+    from atlas.runtime.checkpoint.load import choose  # torch: 1.9 s
 
     found = choose(stores, step=step, report=say)
     if found is None:
@@ -132,7 +126,7 @@ def _chosen(stores: Sequence[BlobStore], step: int | None) -> Checkpoint:
 
 
 def _verify(found: Checkpoint, in_json: bool) -> int:
-    from atlas.runtime.checkpoint import verify  # torch: 1.9 s
+    from atlas.runtime.checkpoint.load import verify  # torch: 1.9 s
 
     problems = verify(found)
     if in_json:

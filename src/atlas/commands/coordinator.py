@@ -29,7 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--listen",
         default=f"127.0.0.1:{PORT}",
         metavar="HOST:PORT",
-        help=f"where the launchers connect to (default: 127.0.0.1:{PORT})",
+        help=f"where the launchers connect to (default 127.0.0.1:{PORT})",
     )
     add(
         "--state",

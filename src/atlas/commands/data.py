@@ -26,7 +26,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     write.add_argument("--tokenizer", type=Path, metavar="FILE", help="a model's tokenizer.json (default: bytes)")
     write.add_argument("--end", metavar="TOKEN", help="the token between documents (default: the tokenizer's own)")
     write.add_argument(
-        "--shard-tokens", type=int, default=SHARD_TOKENS, metavar="N", help=f"tokens per file ({SHARD_TOKENS:,})"
+        "--shard-tokens",
+        type=int,
+        default=SHARD_TOKENS,
+        metavar="N",
+        help=f"tokens per file (default {SHARD_TOKENS:,})",
     )
     check = actions.add_parser("check", help="verify shards", description="Verify shards and describe them.")
     check.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="folders of shards, or shards")

@@ -12,6 +12,7 @@ from typing import Any
 
 from atlas.console import job_flags, number, print_json, show
 from atlas.cost.table import Costs
+from atlas.errors import AtlasError
 from atlas.evaluate import build, find_schedule, prepare
 from atlas.fabric.circuit_plan import CircuitChange, circuit_plan
 from atlas.fabric.rehearsal import FabricRehearsal, rehearse_fabric
@@ -50,6 +51,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.fault is not None and args.rehearse is None:
+        raise AtlasError(f"--fault {args.fault}: needs --rehearse SLOWER. Give it, or leave out --fault")
     job, _ = load_job_or_plan(args.job, args.set, to_plan=not (args.circuits or args.rehearse))
     if args.circuits or args.rehearse is not None:
         return _circuits(job, args)
@@ -89,8 +92,8 @@ def _circuits(job: Job, args: argparse.Namespace) -> int:
 
 def _words(change: CircuitChange) -> str:
     pairs = ", ".join(" - ".join(pair) for pair in change.circuits)
-    after = ", ".join(change.after) or "the iteration before"
-    return f"{change.dc} {change.number} to {change.what.to}: {pairs}; after {after}"
+    after = ", ".join(change.after) or "the previous iteration"
+    return f"{change.dc}: change {change.number} to {change.what.to}: {pairs}; after {after}"
 
 
 def _rehearsed(job: Job, program: Program, costs: Costs, args: argparse.Namespace) -> FabricRehearsal:
@@ -145,20 +148,20 @@ def _verdict(one: dict[str, Any]) -> str:
     rest = [row for row in one["fabrics"] if row["kind"] != "photonic" and row["fits"]]
     best = min(rest, key=lambda row: row["watts"])
     text = (
-        f"{name}: for {gpus:,} {one['gpu']}, photonic rails need {_ratio(best, light, 'watts')} fewer watts than "
-        f"{best['kind']}, the electrical fabric with the fewest ({light['watts_per_gpu']:.2f} against "
-        f"{best['watts_per_gpu']:.2f} W a GPU), and cost {_ratio(best, light, 'usd')} less "
-        f"(${light['usd_per_gpu']:,.0f} against ${best['usd_per_gpu']:,.0f})."
+        f"{name}: for {gpus:,} {one['gpu']}, photonic rails need {light['watts_per_gpu']:.2f} W a GPU; {best['kind']}, "
+        f"the electrical fabric with the lowest power, needs {best['watts_per_gpu']:.2f} W "
+        f"({_ratio(best, light, 'watts')}) and costs ${best['usd_per_gpu']:,.0f} a GPU instead of "
+        f"${light['usd_per_gpu']:,.0f} ({_ratio(best, light, 'usd')})."
     )
     if light["nodes_allowed"] is not None:
         per_node = one["gpus_per_node"]
-        text += f" {one['power_kw']:,g} kW hold {light['nodes_allowed'] * per_node:,} GPUs with photonic rails and "
-        text += f"{best['nodes_allowed'] * per_node:,} with {best['kind']}."
+        text += f" {one['power_kw']:,g} kW suffice for {light['nodes_allowed'] * per_node:,} GPUs with photonic rails"
+        text += f" and {best['nodes_allowed'] * per_node:,} with {best['kind']}."
     return text
 
 
 def _ratio(a: dict[str, Any], b: dict[str, Any], key: str) -> str:
-    return f"{a[key] / b[key]:.2f}x" if b[key] else "infinitely"
+    return f"{a[key] / b[key]:.2f}x" if b[key] else "infinitely more"
 
 
 def _table(one: dict[str, Any]) -> list[Any]:
@@ -168,7 +171,7 @@ def _table(one: dict[str, Any]) -> list[Any]:
     watts = one["server_watts_per_gpu"]
     servers = f" Servers: {watts:,g} W a GPU ({one['server_watts_source'] or 'of the job'})." if watts else ""
     few = "" if all(row["fits"] for row in one["fabrics"]) else f" > {parts['switch_ports']}: more nodes than ports."
-    caption = f"Parts: {parts['source']}, {parts['date']}.{servers}{few} * in the job"
+    caption = f"Parts: {parts['source']}, {parts['date']}.{servers}{few}{' * in the job' if one['kind'] else ''}"
     powered = one["power_kw"] is not None
     figures = right("ports", "optics", "kW", "W/GPU", "$", "$/GPU", *(["GPUs fit"] if powered else []))
     table = plain_table(*whole_words("fabric"), *figures, caption=caption)

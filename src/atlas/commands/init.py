@@ -1,4 +1,4 @@
-"""Write a job file from a model's name and the cloud regions that have GPUs for you.
+"""Write a job file from a model's name and the cloud regions where you have GPUs.
 
     atlas init --model llama-3-8b --dc aws:us-east-1=64xH100 --dc gcp:europe-west4=32xA100-80GB --batch 1M --seq 8192
 
@@ -27,7 +27,7 @@ from atlas.view.table import folded, plain_table, right, whole_words
 
 def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--model", metavar="NAME", help="a built-in shape, a Hugging Face folder or a config.json")
+    add("--model", metavar="NAME", help="a built-in model (--list-models), a Hugging Face folder or a config.json")
     add(
         "--dc",
         action="append",
@@ -37,9 +37,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add("--batch", metavar="SIZE", help="batch of one iteration: tokens (1M) or sequences ('512 sequences')")
     add("--seq", type=whole(1, 10**8), metavar="N", help="tokens of one sequence (default: the model's, at most 8192)")
-    add("--out", type=Path, default=Path("job.yaml"), metavar="FILE", help="the job file (default: job.yaml)")
+    add("--out", type=Path, default=Path("job.yaml"), metavar="FILE", help="the job file (default job.yaml)")
     add("--force", action="store_true", help="replace the file if there is one")
-    add("--list-models", action="store_true", help="print the built-in shapes with their sources")
+    add("--list-models", action="store_true", help="print the built-in models with their sources")
 
 
 def run(args: argparse.Namespace) -> int:

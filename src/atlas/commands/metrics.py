@@ -14,8 +14,7 @@ from rich.table import Column, Table
 
 from atlas.console import Meter, print_json, remark, require_outputs, show, write_text
 from atlas.evidence.data_point import DataPoint, read_data_point
-from atlas.evidence.metric import CCL_DEFINITIONS, Metric
-from atlas.evidence.own import OWN_DEFINITIONS
+from atlas.evidence.metric import Metric
 from atlas.evidence.page import metrics_page
 from atlas.view.table import plain_table, right, whole_words
 
@@ -44,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
         if len(points) == 1:
             show(*_notes(points[0]))
         if args.definitions:
-            show("", *(f"{name}: {words}" for name, words in {**CCL_DEFINITIONS, **OWN_DEFINITIONS}.items()))
+            show("", *(f"{metric.name}: {metric.definition}" for metric in (*points[0].ccl, *points[0].own)))
     for point in points:
         remark(*(f"{point.name}: {finding}" for finding in point.findings))
     if args.page is not None:
@@ -54,16 +53,12 @@ def run(args: argparse.Namespace) -> int:
 
 def as_dict(point: DataPoint) -> dict[str, Any]:
     """A data point's metrics, JSON-able."""
-
-    def rows(metrics: list[Metric], words: dict[str, str]) -> list[dict[str, Any]]:
-        return [{**vars(metric), "definition": words[metric.name]} for metric in metrics]
-
     return {
         "folder": str(point.found.folder),
         "source": point.source,
         "num_traces": len(point.ranks),
-        "ccl_bench": rows(point.ccl, CCL_DEFINITIONS),
-        "atlas": rows(point.own, OWN_DEFINITIONS),
+        "ccl_bench": [vars(metric) for metric in point.ccl],
+        "atlas": [vars(metric) for metric in point.own],
         "findings": point.findings,
     }
 
@@ -99,5 +94,5 @@ def _notes(point: DataPoint) -> list[str]:
     for metric in (*point.ccl, *point.own):
         if metric.value is None:
             by_reason.setdefault(metric.reason, []).append(metric.name)
-    missing = [f"{point.name}: no value of {', '.join(names)}: {reason}." for reason, names in by_reason.items()]
+    missing = [f"{point.name}: no value for {', '.join(names)}: {reason}." for reason, names in by_reason.items()]
     return [f"{point.name}: {slowed}", *missing] if point.slower != 1 else missing

@@ -18,9 +18,9 @@ def network_flags(group: argparse._ActionsContainer) -> None:
     add(
         "--rendezvous",
         metavar="HOST:PORT",
-        help=f"an address of the plan's first datacenter, which all others connect to (default: 127.0.0.1:{PORT})",
+        help=f"an address of the plan's first datacenter, which all others connect to (default 127.0.0.1:{PORT})",
     )
-    add("--listen", metavar="ADDRESS", help="address of this host to bind; 0.0.0.0: all of them (default: 127.0.0.1)")
+    add("--listen", metavar="ADDRESS", help="address of this host to bind; 0.0.0.0: all of them (default 127.0.0.1)")
     add(
         "--advertise",
         metavar="HOST",
@@ -34,7 +34,7 @@ def network_flags(group: argparse._ActionsContainer) -> None:
         metavar="NAME=HOST",
         help="dial datacenter NAME (or its host NAME/1) at HOST; NAME=none: it cannot be dialled; may be repeated",
     )
-    add("--node", metavar="I/N", help="this is host I (from 0) of N in the datacenter (default: 0/1)")
+    add("--node", metavar="I/N", help="this is host I (from 0) of N in the datacenter (default 0/1)")
 
 
 def security_flags(group: argparse._ActionsContainer) -> None:

@@ -1,7 +1,11 @@
 """Find the best plan for a job: which datacenters, which parallelism, which schedule; its cost, and why others lost.
 
 Every plan trains on the job's own global batch. The planner estimates candidates in closed form, simulates the best of
-them event by event, and searches the winner's schedule. Ctrl-C ends the search and prints the best plan so far.
+them event by event, and searches the schedule of the best plan. Ctrl-C ends the search and prints the best plan so far.
+
+    east 2 + west 2                  each pipeline has two stages in east and two in west
+    east 2 | west 2                  some pipelines have two stages in east, the others two in west
+    tp 1 x pp 4 x dp 2 (1x2), b 1    GPUs of a layer, stages, pipelines (cells x pipelines of a cell), microbatch size
 """
 
 from __future__ import annotations
@@ -50,8 +54,13 @@ SHOWN = 8
 def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("job", type=Path, nargs="?", metavar="JOB.yaml", help="the job: docs/jobs.md explains its keys")
-    add("--strategy", default="ours", metavar="NAME", help=f"how to search: {', '.join(STRATEGIES)} (default: ours)")
-    add("--objective", metavar="NAME", help=f"what to optimise: {', '.join(OBJECTIVES)}")
+    add(
+        "--strategy",
+        default="ours",
+        metavar="NAME",
+        help=f"how to search; {'; '.join(f'{name}: {words}' for name, (words, _) in STRATEGIES.items())}",
+    )
+    add("--objective", metavar="NAME", help=f"what to optimise: {', '.join(OBJECTIVES)} (default throughput)")
     add("--budget", metavar="USD", help="spend at most this: 500/h (an hour) or 2.5/it (an iteration)")
     add("--min-throughput", metavar="RATE", help="reach at least this: 0.03it/s or 50000tok/s")
     add("--tokens", metavar="N", help="tokens to train on by --deadline, such as 300B or 1e12")
@@ -64,22 +73,26 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help=f"keep this key as the job has it: {', '.join(KEEPABLE)}; may be repeated",
     )
     add("--global-batch", type=whole(1, 10**9), metavar="N", help="sequences per iteration (default: the job's)")
-    add("--tcp", choices=("one", "many"), default="many", help="TCP connections between two nodes")
+    add("--tcp", choices=("one", "many"), default="many", help="TCP connections between two nodes (default many)")
     add(
         "--tries",
         type=whole(0, 1_000_000),
         metavar="N",
-        help="orders that the winner's schedule search may try; 0: no search",
+        help="orders that the schedule search of the best plan may try (default: by the job's size; 0: no search)",
     )
     add("--seed", type=whole(0, 2**32 - 1), default=0, metavar="N", help="seed of that search (default 0)")
     add(
         "--confidence",
         type=number(0.5, 0.999),
         metavar="P",
-        help="choose by this percentile of the iteration under weather from the links' models, such as 0.95",
+        help="choose by this percentile of the iteration time under weather from the links' models, such as 0.95",
     )
     add("--fabrics", metavar="KINDS", help="try these fabrics in each site, such as rail,photonic, and use the best")
-    add("--no-break-even", action="store_true", help="skip the break-even search")
+    add(
+        "--no-break-even",
+        action="store_true",
+        help="do not compute with which bandwidth, latency, GPUs or prices the verdict changes",
+    )
     job_flags(parser)
     add("--json", action="store_true", help="print the result as JSON instead of tables")
     add("--out", type=Path, metavar="PLAN.yaml", help="write the plan for `atlas simulate`, `whatif` and `train`")
@@ -157,7 +170,7 @@ OF_A_JOB = (
     "page",
     "pareto",
 )
-OF_SAILOR = ("trace", "model", "gpu", "gpu_price", "max_usd", "judge", "no_simulate", "out_sailor")
+OF_SAILOR = ("trace", "model", "gpu", "cost", "gpu_price", "max_usd", "judge", "no_simulate", "out_sailor")
 
 
 def _require_one_kind(args: argparse.Namespace) -> None:
@@ -243,7 +256,7 @@ def _fabrics(choices: Sequence[FabricChoice]) -> Any:
     for one in choices:
         row = one.row()
         if one.planned is None:
-            table.add_row(one.words, f"cannot: {one.note}", *[""] * 5)
+            table.add_row(one.words, f"cannot run: {one.note}", *[""] * 5)
             continue
         energy = ["-"] * 3
         if "watts" in row:

@@ -126,13 +126,8 @@ def _as_dict(chosen: list[Region], paired: bool) -> dict[str, Any]:
         found["links"] = [
             {
                 "between": [a.name, b.name],
-                **{name: {"value": p.value, "basis": p.basis, "date": p.date} for name, p in _priors(a, b).items()},
+                **{key: vars(getattr(link_priors(a, b), key)) for key in ("rtt_ms", "gbps", "egress_usd_per_gb")},
             }
             for a, b in combinations(chosen, 2)
         ]
     return found
-
-
-def _priors(a: Region, b: Region) -> dict[str, Prior]:
-    found = link_priors(a, b)
-    return {key: getattr(found, key) for key in ("rtt_ms", "gbps", "egress_usd_per_gb")}

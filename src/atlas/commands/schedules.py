@@ -10,6 +10,7 @@ import argparse
 import sys
 
 from atlas.console import Meter, job_flags, print_json, search_flags, show
+from atlas.errors import AtlasError
 from atlas.evaluate import build, find_schedule, prepare
 from atlas.ir.text import to_text, to_torch_csv
 from atlas.schedules import SCHEDULES
@@ -20,7 +21,7 @@ from atlas.view.table import plain_table, whole_words
 def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--show", nargs=2, metavar=("NAME", "JOB.yaml"), help="print the Program of this schedule for this job")
-    add("--tcp", choices=("one", "many"), default="many", help="TCP connections between two nodes")
+    add("--tcp", choices=("one", "many"), default="many", help="TCP connections between two nodes (default many)")
     job_flags(parser)
     search_flags(parser)
     add("--torch", action="store_true", help="print the Program as a CSV for torch.distributed.pipelining")
@@ -28,6 +29,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.show is None and args.torch:
+        raise AtlasError("--torch: needs --show NAME JOB.yaml, the Program to print. Give it, or leave out --torch")
     if args.show is None:
         _list(args.json)
         return 0

@@ -3,6 +3,11 @@
 Without --schedule and --tcp: gpipe, 1f1b and varuna on one TCP connection, and every schedule on many connections. All
 times are simulated, except `engine_s`, which is measured. If some runs use many connections, pages and figures leave
 out those on one connection: they take so much longer that the others would be too small to see.
+
+In the table, `(turns)` means that pipelines take turns on the WAN, `gap` is iteration / lower bound, and `in flight` is
+the most microbatches that a worker holds. The rest are shares of the accelerators' time: busy, or waiting for the WAN
+(wan), for an input that is not computed yet or moves inside a datacenter (peer), for gradient sums (sync), or for the
+pipeline to fill and drain (ends).
 """
 
 from __future__ import annotations
@@ -49,7 +54,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("job", type=Path, metavar="JOB.yaml", help="the job: docs/jobs.md explains its keys")
     add("--schedule", action="append", metavar="NAME", help=f"one of {', '.join(SCHEDULES)}; may be repeated")
-    add("--tcp", choices=("one", "many"), help="TCP connections between two nodes")
+    add("--tcp", choices=("one", "many"), help="TCP connections between two nodes (default: see above)")
     job_flags(parser)
     search_flags(parser)
     add("--iterations", type=whole(1, 1000), default=1, metavar="N", help="simulate N iterations in a row (default 1)")

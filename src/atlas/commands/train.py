@@ -1,11 +1,11 @@
-"""Train a plan: in each datacenter with `--dc NAME` (docs/operating.md), or all of it on this machine (`--emulate`):
-each worker is a process, the datacenters are connected by an emulated WAN, sockets and gradients are real, and devices
-are paced to the plan's own durations (or run at the speed of a CPU or GPU).
+"""Train a plan: in each datacenter with `--dc NAME` (docs/operating.md), or all of it on this machine with `--emulate`.
+In an emulated run each worker is a process, and an emulated WAN connects the datacenters. Sockets and gradients are
+real; devices are paced to the plan's own durations (or run at the speed of a CPU or GPU).
 
-By default a small stand-in model is trained. `--model` names a Hugging Face folder, or `job` for the model that the job
-describes; `--data` names shards (`atlas data tokenize`), or `shipped`. With `--checkpoints` the run is saved, also when
-Ctrl-C stops it. The same command resumes it, and so does one with another plan of the same batch. When a worker dies,
-all workers are restarted from the last complete checkpoint.
+`--dc` trains the model that the job describes, `--emulate` a small stand-in model, unless `--model` names a Hugging
+Face folder, or `job`. `--data` names shards (`atlas data tokenize`), or `shipped`. With `--checkpoints` the run is
+saved, also when Ctrl-C stops it. The same command resumes it, and so does one with another plan of the same batch. When
+a worker dies, all workers are restarted from the last complete checkpoint.
 
 Prints the predicted and the measured iteration time; `--page` draws both timelines on one page. A plan that the runtime
 cannot execute is refused, with the reason.
@@ -39,6 +39,7 @@ from atlas.launch.rehearse import Rehearsal, rehearse
 from atlas.launch.report import RunReport
 from atlas.launch.supervisor import RestartPolicy
 from atlas.launch.train_options import OWN, TrainOptions, recipe_options
+from atlas.runtime.checkpoint.object_store import require_object_store
 from atlas.spec.plan import load_job_or_plan
 from atlas.spec.recipe import OBJECT_STORE, Recipe, load_recipe
 from atlas.view import write_page
@@ -51,7 +52,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     how_flags(parser)
     add("--device", metavar="NAME", help="paced, cpu, cuda or cuda:N (default: paced; with --dc: cuda)")
     add("--checkpoints", metavar="DIR", help="save to and resume from this folder, or s3://BUCKET/PREFIX")
-    add("--slower", type=whole(1, 1000), default=1, metavar="X", help="multiply every duration by X, for a slow host")
+    add(
+        "--slower",
+        type=whole(1, 1000),
+        default=1,
+        metavar="X",
+        help="multiply every duration by X, for a slow host (default 1)",
+    )
     add("--page", type=Path, metavar="FILE", help="write an HTML page with the predicted and the measured timeline")
     add(
         "--weather-seed",
@@ -69,11 +76,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def how_flags(parser: argparse.ArgumentParser) -> None:
     """How the plan is trained: the same for all launchers."""
     add = parser.add_argument
-    add("--schedule", metavar="NAME", help="schedule of a job; a plan has its own (default: 1f1b)")
-    add("--tcp", choices=("one", "many"), help="TCP connections per node pair (default: many)")
+    add("--schedule", metavar="NAME", help="schedule of a job; a plan has its own (default 1f1b)")
+    add("--tcp", choices=("one", "many"), help="TCP connections per node pair (default many)")
     add("--recipe", type=Path, metavar="FILE", help="how to train (docs/recipes.md); the flags below replace its keys")
     add("--steps", type=whole(1, 10**9), metavar="N", help="steps of the whole run, also if it is resumed (default 3)")
-    add("--model", metavar="DIR", help="a Hugging Face folder, or `job`: the job's (default: stand-in; with --dc: job)")
+    add("--model", metavar="DIR", help="a Hugging Face folder, or `job`: the job's (default; with --emulate: stand-in)")
     add("--data", metavar="DIR", help="a folder of shards, or `shipped`: the included text (default: synthetic)")
     add(
         "--learning-rate",
@@ -82,7 +89,11 @@ def how_flags(parser: argparse.ArgumentParser) -> None:
         help="peak learning rate (default: 0.001, AdamW; for the stand-in 0.1, SGD)",
     )
     add("--warmup", type=whole(0, 10**9), metavar="N", help="steps of a linear warm-up (default 0)")
-    add("--decay", choices=("constant", "linear", "cosine"), help="shape of the learning rate after the warm-up")
+    add(
+        "--decay",
+        choices=("constant", "linear", "cosine"),
+        help="shape of the learning rate after the warm-up (default constant)",
+    )
     add(
         "--clip",
         type=number(1e-12, 1e12),
@@ -106,7 +117,12 @@ def filler_flags(parser: argparse.ArgumentParser) -> None:
         help="what runs while workers wait: bubbletea, with `bubbletea serve` (default: nothing)",
     )
     add("--filler-folder", type=Path, metavar="DIR", help="folder in which the filler's service writes its address")
-    add("--filler-mib", type=whole(1, 10**7), metavar="N", help="memory of each worker for the filler (default 256)")
+    add(
+        "--filler-mib",
+        type=whole(1, 10**7),
+        metavar="N",
+        help="MiB of each worker's memory for the filler (default 256)",
+    )
 
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -145,7 +161,7 @@ def run(args: argparse.Namespace) -> int:
     end_on_signals()
     if args.emulate == (args.dc is not None):
         raise AtlasError(
-            "give --emulate to run the whole plan on this machine, or --dc NAME to run this datacenter's part"
+            "give either --emulate to run the whole plan on this machine, or --dc NAME to run this datacenter's part"
         )
     if args.dc is not None and args.page is not None:
         raise AtlasError("--page is for --emulate: with --dc give --timeline FILE, and draw it with `atlas view`")
@@ -219,8 +235,6 @@ def _require_files(args: argparse.Namespace, recipe: Recipe, inputs: Sequence[st
     require_outputs(named, [*inputs, *([args.recipe] if args.recipe is not None else [])])
     place = recipe.checkpoints.folder
     if place is not None and place.startswith(OBJECT_STORE):
-        from atlas.runtime.checkpoint.object_store import require_object_store  # torch: 1.9 s
-
         require_object_store(place, "--checkpoints")
     elif place is not None:
         require_folder(Path(place), "--checkpoints")

@@ -34,7 +34,7 @@ from atlas.spec.recipe import Recipe
 
 
 def dc_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("over several datacenters (docs/operating.md): run it in each of them")
+    group = parser.add_argument_group("across datacenters (docs/operating.md); run the command in each of them")
     add = group.add_argument
     add("--dc", metavar="NAME", help="name of this datacenter")
     add(
@@ -64,14 +64,24 @@ def group_flags(group: argparse._ActionsContainer) -> None:
         metavar="NAME",
         help="run without this lost datacenter; may be repeated",
     )
-    add("--grace", type=number(0.1, 1e6), metavar="S", help="seconds until an unreachable launcher is lost (30)")
+    add(
+        "--grace",
+        type=number(0.1, 1e6),
+        metavar="S",
+        help="treat an unreachable launcher as lost after S seconds (default 30)",
+    )
     add(
         "--gather",
         type=number(0.1, 1e6),
         metavar="S",
-        help="wait S seconds for all launchers at the start; give hours if a scheduler queues jobs (default 600)",
+        help="wait S seconds for all launchers at the start; set hours if a scheduler queues jobs (default 600)",
     )
-    add("--patience", type=number(0.1, 1e6), metavar="S", help="treat a stalled worker as failed after S seconds (60)")
+    add(
+        "--patience",
+        type=number(0.1, 1e6),
+        metavar="S",
+        help="treat a stalled worker as failed after S seconds (default 60)",
+    )
     add(
         "--max-restarts",
         type=whole(0, 1000),
@@ -165,5 +175,5 @@ def agent_name(
         return AgentName(datacenter), None
     part, _, count = node.partition("/")
     if not (part.isdecimal() and count.isdecimal() and int(part) < int(count)):
-        raise SpecError(where="--node", key="I/N", value=node, rule="must count from 0", remedy="Write 0/2, or 1/2")
+        raise SpecError(where="--node", key="I/N", value=node, rule="I must be below N", remedy="Write 0/2, or 1/2")
     return AgentName(datacenter, int(part), int(count)), None

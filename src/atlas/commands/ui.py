@@ -51,7 +51,8 @@ def token_of(file: Path | None) -> str:
     try:
         token = file.read_text(encoding="utf-8").strip()
     except (OSError, ValueError) as error:
-        raise AtlasError(f"--token-file {file}: cannot be read: {error}. Name a file with one line") from error
+        why = getattr(error, "strerror", None) or error
+        raise AtlasError(f"--token-file {file}: cannot be read: {why}. Name a file with one line") from error
     if not token or not token.isascii() or any(c in token for c in ' ;,"\\') or len(token) > 200:
         raise AtlasError(f"--token-file {file}: must have one line of up to 200 letters and digits. Write a new one")
     return token

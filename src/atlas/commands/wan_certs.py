@@ -1,4 +1,4 @@
-"""Make certificates for the nodes of a group: a small CA in the folder, once, and a certificate and key per node, or
+"""Make certificates for the nodes of a run: a small CA in the folder, once, and a certificate and key per node, or
 one pair for all nodes of a datacenter (as `atlas train --dc` needs).
 
 Everything that leaves a datacenter is encrypted, and a node may only use the names in its certificate. Give each node
@@ -18,9 +18,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("nodes", nargs="+", metavar="DATACENTER[/WORKER]",
                         help="a node, or all nodes of a datacenter")  # fmt: skip
-    add("--out", type=Path, default=Path("certs"), help="folder to write to (default: certs)")
-    add("--days", type=whole(1, 36_500), default=DEFAULT_DAYS, help=f"validity (default: {DEFAULT_DAYS} days)")
-    add("--ca-days", type=whole(1, 36_500), default=CA_DAYS, help=f"validity of a new CA (default: {CA_DAYS} days)")
+    add("--out", type=Path, default=Path("certs"), metavar="DIR", help="folder to write to (default certs)")
+    add(
+        "--days",
+        type=whole(1, 36_500),
+        default=DEFAULT_DAYS,
+        metavar="N",
+        help=f"days that a certificate is valid (default {DEFAULT_DAYS})",
+    )
+    add(
+        "--ca-days",
+        type=whole(1, 36_500),
+        default=CA_DAYS,
+        metavar="N",
+        help=f"days that a new CA is valid (default {CA_DAYS})",
+    )
     add("--also", action="append", default=[], metavar="DATACENTER/WORKER",
                         help="another name that each of these nodes may use; may be repeated")  # fmt: skip
     add("--json", action="store_true", help="print the files as JSON")
@@ -39,5 +51,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     for one in made:
         print(f"{one['node']}: {one['certificate']}, {one['key']} (0600), valid until {one['valid_until']}")
-    print(f"Copy each pair and {args.out / 'ca.pem'} to its node; keep {args.out / 'ca.key'} away from all of them.")
+    print(
+        f"Copy each pair and {args.out / 'ca.pem'} to its node; "
+        f"keep {args.out / 'ca.key'} on a machine that runs no node."
+    )
     return 0

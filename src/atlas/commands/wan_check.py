@@ -35,7 +35,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--coordinator", metavar="HOST:PORT", help="the address that `atlas coordinator` will have")
     network_flags(parser)
     security_flags(parser)
-    add("--gather", type=number(0.1, 1e7), default=60.0, metavar="S", help="wait S seconds for the others (60)")
+    add(
+        "--gather",
+        type=number(0.1, 1e7),
+        default=60.0,
+        metavar="S",
+        help="wait S seconds for the other hosts (default 60)",
+    )
     add("--json", action="store_true", help="print the report as JSON")
     job_flags(parser)
 
@@ -74,7 +80,7 @@ def _print(report: dict[str, Any]) -> None:
             what = f"is for {', '.join(one['names'])}, until" if one["names"] else "is valid until"
             print(f"{site['host']}: {file} {what} {one['until'][:10]}")
         if site["clock_s"]:
-            print(f"{site['host']}: its clock is {site['clock_s']:+.3f} s off that of the first datacenter")
+            print(f"{site['host']}: its clock differs by {site['clock_s']:+.3f} s from the first datacenter's")
     for warning in report["warnings"]:
         print(f"warning: {warning}")
     for fault in report["faults"]:

@@ -49,16 +49,34 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="proxy on loopback, or real TCP (default proxy)",
     )
     add("--nodes-per-dc", type=whole(1, 10**6), metavar="N", help="emulate at most N nodes of each datacenter")
-    add("--scale", type=float, default=1.0, metavar="X", help="multiply rates and windows by X, for small hosts")
-    add("--jitter-ms", type=float, default=0.0, metavar="MS", help="extra one-way delay, random from 0 to MS")
+    add(
+        "--scale",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="multiply rates and windows by X, for small hosts (default 1)",
+    )
+    add(
+        "--jitter-ms",
+        type=float,
+        default=0.0,
+        metavar="MS",
+        help="extra one-way delay, random from 0 to MS (default 0)",
+    )
     add(
         "--forward",
         action="append",
         default=[],
         metavar="SRC:DST=HOST:PORT",
-        help="proxy: reach a service through a path",
+        help="proxy: reach a service through a path; may be repeated",
     )
-    add("--at", action="append", default=[], metavar="NODE=COMMAND", help="namespace: run a command on a node")
+    add(
+        "--at",
+        action="append",
+        default=[],
+        metavar="NODE=COMMAND",
+        help="namespace: run a command on a node; may be repeated",
+    )
     add("--no-gso", action="store_true", help="namespace: packets of 1500 bytes, to study loss")
     add("--kernel", action="store_true", help="namespace: shape with the kernel's netem, if available")
     add(
@@ -81,10 +99,14 @@ def run(args: argparse.Namespace) -> int:
     cluster = cluster_of(args.cluster)
     namespace = args.grade == "namespace"
     if (args.forward and namespace) or (args.at and not namespace):
-        raise AtlasError("--forward is for --grade proxy, --at for --grade namespace")
+        raise AtlasError(
+            "--forward needs --grade proxy, and --at needs --grade namespace. Change --grade, or leave the flag out"
+        )
     if args.record is not None:
         if not namespace:
-            raise AtlasError("--record is for --grade namespace: a proxy has no packets")
+            raise AtlasError(
+                "--record needs --grade namespace: the proxy does not see packets. Change it, or leave out --record"
+            )
         require_folder(args.record, "--record")
     real = cluster_paths(
         cluster,

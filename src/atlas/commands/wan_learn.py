@@ -31,8 +31,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--method",
         choices=("auto", "constant", "peak", "pairs", "gru"),
         default="auto",
-        help="how the path is fitted; constant: no weather; gru: a small neural network, needs torch (default auto: "
-        "peak or pairs, and whether cross traffic reacts)",
+        help="how the path is fitted; peak: capacity from the highest rate; pairs: from packets sent back to back; "
+        "constant: no weather; gru: a small neural network, needs torch (default auto: peak or pairs, and whether "
+        "cross traffic reacts)",
     )
     add("--page", type=Path, metavar="FILE", help="write a page: delay and rate, cross traffic")
     add("--json", action="store_true", help="print the figures as JSON")
@@ -110,8 +111,8 @@ def _explains(learnt: Learnt) -> str:
     if learnt.explained is None or learnt.followed is None:
         return "nothing to explain: no delay varied in the held-out last fifth"
     return (
-        f"{100 * learnt.explained:.0f} % of the variance of delay in the held-out last fifth, one window (0.1 s) "
-        f"ahead; {100 * learnt.followed:.0f} % with each window's own cross traffic"
+        f"{100 * learnt.explained:.0f} % of the variance of delay in the held-out last fifth, given the cross traffic "
+        f"of the previous 0.1 s; {100 * learnt.followed:.0f} % given that of the same 0.1 s"
     )
 
 
@@ -120,13 +121,13 @@ def page_notes(learnt: Learnt, span_s: float) -> list[str]:
     model = learnt.model
     least, big = ("at least " if flag else "" for flag in (model.capacity_is_bound, model.buffer_is_bound))
     ahead = "" if learnt.explained is None else (
-        f" Of the variation of delay in the last fifth of the recording, which it was not fitted on, it explains "
-        f"{100 * learnt.explained:.0f} % when it knows the cross traffic of the 0.1 s before."
+        f" Given the cross traffic of the previous 0.1 s, the model explains {100 * learnt.explained:.0f} % of the "
+        "variance of the delay in the last fifth of the recording, which was not used to fit it."
     )  # fmt: skip
     return [
         f"A model of this path, learnt from {span_s:.0f} s of recorded packets: a link of {least}"
-        f"{model.capacity_bps / 1e6:.4g} Mbit/s with a least round trip of {model.rtt_ns / 1e6:.4g} ms. Before it is a "
-        f"queue of {big}{model.buffer_bytes / 1e3:.4g} KB, which delays packets by up to "
+        f"{model.capacity_bps / 1e6:.4g} Mbit/s with a least round trip of {model.rtt_ns / 1e6:.4g} ms. A "
+        f"queue in front of it holds {big}{model.buffer_bytes / 1e3:.4g} KB, and delays packets by up to "
         f"{model.buffer_bytes * 8e3 / model.capacity_bps:.3g} ms when it is full.",
         f"Other users (cross traffic) take {100 * model.mean_share:.0f} % of the link on average, and at most "
         f"{100 * float(model.recorded_bps.max()) / model.capacity_bps:.0f} %. They were visible in "

@@ -38,22 +38,41 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--listen", metavar="HOST:PORT", help="run an agent at this address, until interrupted")
     add("--token-file", type=Path, metavar="FILE", help="the shared secret (or $ATLAS_PROBE_TOKEN)")
-    add("--node", action="append", default=[], metavar="NAME=HOST:PORT", help="an agent; repeat for each")
+    add(
+        "--node",
+        action="append",
+        default=[],
+        metavar="NAME=HOST:PORT",
+        help="name and address of an agent; may be repeated",
+    )
     add("--write", type=Path, metavar="CLUSTER.yaml", help="replace the links section of this file")
     add("--out", type=Path, metavar="FILE", help="write the links section to a new file")
     add("--check", type=Path, metavar="FILE", help="warn where this job or cluster file differs from the measurement")
     add("--json", action="store_true", help="print all measurements as JSON")
-    add("--max-streams", type=whole(1, 1024), default=32, metavar="K", help="maximum of connections (default 32)")
+    add(
+        "--max-streams", type=whole(1, 1024), default=32, metavar="K", help="maximum number of connections (default 32)"
+    )
     add(
         "--max-mb",
         type=number(0.001, 1e6),
         default=1000.0,
         metavar="MB",
-        help="maximum size of a transfer, megabytes (default 1000)",
+        help="maximum size of a transfer, in megabytes (default 1000)",
     )
-    add("--repeat", type=whole(1, 10**6), default=1, metavar="N", help="probe N times, for --record")
-    add("--every", type=number(0, 1e6), default=60.0, metavar="S", help="seconds from one probe to the next")
-    add("--record", type=Path, metavar="DIR", help="write series, trace and packets of each link to DIR")
+    add("--repeat", type=whole(1, 10**6), default=1, metavar="N", help="probe N times, for --record (default 1)")
+    add(
+        "--every",
+        type=number(0, 1e6),
+        default=60.0,
+        metavar="S",
+        help="seconds from one probe to the next (default 60)",
+    )
+    add(
+        "--record",
+        type=Path,
+        metavar="DIR",
+        help="for each link, write its probes (series), a file for its `trace:` key, and packets for `atlas wan learn`",
+    )
     add(
         "--record-seconds",
         type=number(0, 30),
@@ -64,6 +83,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.listen is None and not args.node:
+        raise AtlasError("nothing to do: give --listen HOST:PORT to run an agent, or --node NAME=HOST:PORT to measure")
     token = _token(args.token_file)
     if args.listen is not None:
         host, port = address_of("--listen", args.listen)
@@ -71,8 +92,6 @@ def run(args: argparse.Namespace) -> int:
             print(json.dumps({"listening": list(agent.address)}), flush=True)
             agent.wait()
         return 0
-    if not args.node:
-        raise AtlasError("nothing to do: give --listen HOST:PORT to run an agent, or --node NAME=HOST:PORT to measure")
     _require_files(args)
     agents = dict(_node(text) for text in args.node)
     how = Survey(agents, token, max_streams=args.max_streams, max_bytes=round(args.max_mb * 1e6))
@@ -152,8 +171,9 @@ def _token(path: Path | None) -> str:
     if path is not None:
         try:
             return require_token(path.read_text().strip())
-        except OSError as error:
-            raise AtlasError(f"--token-file {path}: {error.strerror}") from None
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise AtlasError(f"--token-file {path}: cannot be read: {why}. Check the path") from None
     return require_token(os.environ.get("ATLAS_PROBE_TOKEN", ""))
 
 

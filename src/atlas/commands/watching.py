@@ -32,11 +32,16 @@ from atlas.ui.server import page_address
 def watch_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--no-bar", action="store_true", help="do not show a progress bar")
-    add("--runs", type=Path, metavar="DIR", help="folder for worker logs and run.json (default with --dc: runs/NAME)")
+    add(
+        "--runs",
+        type=Path,
+        metavar="DIR",
+        help="folder for worker logs and run.json (default with --dc: runs/NAME; of `atlas coordinator`: --state)",
+    )
     add("--log", type=Path, metavar="FILE", help="append a JSON line for every step")
     add("--timeline", type=Path, metavar="FILE", help="append the timeline of every step, for `atlas view`")
     add("--metrics-port", type=int, metavar="PORT", help="serve /metrics for Prometheus (0: any port)")
-    add("--metrics-host", default="127.0.0.1", metavar="ADDRESS", help="address of /metrics (default: 127.0.0.1)")
+    add("--metrics-host", default="127.0.0.1", metavar="ADDRESS", help="address of /metrics (default 127.0.0.1)")
     add(
         "--track",
         action="append",
@@ -110,7 +115,10 @@ def reports_elsewhere(args: argparse.Namespace) -> str:
     given = [f"--{flag.replace('_', '-')}" for flag in flags if getattr(args, flag) not in (None, False)]
     if not given:
         return ""
-    return f"{', '.join(given)}: only the launcher or `atlas coordinator` that coordinates the run makes these reports"
+    return (
+        f"{', '.join(given)}: only the launcher or `atlas coordinator` that coordinates the run makes these reports. "
+        "Give the flags there"
+    )
 
 
 def _gpu_facts(job: Job, options: TrainOptions) -> GpuFacts | None:
@@ -134,7 +142,7 @@ def trace_flags(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=Path("profile"),
         metavar="DIR",
-        help="folder of --profile (default: profile)",
+        help="folder of --profile (default profile)",
     )
     add(
         "--record-wan",

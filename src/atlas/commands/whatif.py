@@ -59,7 +59,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--wan-sigma",
         type=number(0, 3),
         metavar="S",
-        help="spread of the random networks (sigma; default: the job's `jitter.wan`, or 0.2)",
+        help="spread (sigma) of the random networks (default: the job's `jitter.wan`, or 0.2)",
     )
     add("--seed", type=whole(0, 2**32 - 1), default=0, metavar="N", help="seed of the random networks (default 0)")
     add("--no-marginals", action="store_true", help="skip the bottleneck table")

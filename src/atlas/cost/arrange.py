@@ -180,7 +180,7 @@ def route_between(job: Job, a: str, b: str) -> Route:
         where=job.where,
         key="cluster.links",
         rule=f"the pipeline goes from {a} to {b}, and no link joins them",
-        remedy=f"Add {{between: [{a}, {b}], latency_ms: ...}}, or order the placement along the links there are",
+        remedy=f"Add {{between: [{a}, {b}], latency_ms: ...}}, or order the placement so that neighbours have a link",
     )
 
 

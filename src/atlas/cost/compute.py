@@ -132,25 +132,16 @@ class ModelTime:
     head: PieceTime
 
 
-def model_times(job: Job) -> Callable[[str], ModelTime]:
-    """A function from a datacenter's name to the times on its GPUs."""
-    known: dict[tuple[str, float], ModelTime] = {}
-
-    def times(dc_name: str) -> ModelTime:
-        dc = job.cluster.dc(dc_name)
-        key = dc.gpu, peer_bps(job, dc)
-        if key not in known:
-            price = calibrated if job.is_calibrated and not job.profile else analytic
-            found = price(job, job.cluster.gpu(dc_name), peer_bps(job, dc))
-            if job.profile is not None:
-                found = measured(job, entry_of(job, job.profile, dc.gpu), found)
-            found = replace(found, head=_head_at_once(found.head))
-            if job.recompute and RUNTIMES[job.runtime].recomputes_in_backward:
-                found = replace(found, layers=_each(found.layers, _recomputed_in_backward))
-            known[key] = found
-        return known[key]
-
-    return times
+def model_time(job: Job, dc: DataCenter) -> ModelTime:
+    """On the GPUs of a datacenter."""
+    price = calibrated if job.is_calibrated and not job.profile else analytic
+    found = price(job, job.cluster.gpu(dc.name), peer_bps(job, dc))
+    if job.profile is not None:
+        found = measured(job, entry_of(job, job.profile, dc.gpu), found)
+    found = replace(found, head=_head_at_once(found.head))
+    if job.recompute and RUNTIMES[job.runtime].recomputes_in_backward:
+        found = replace(found, layers=_each(found.layers, _recomputed_in_backward))
+    return found
 
 
 def pricing(job: Job) -> str:
@@ -188,14 +179,14 @@ def _head_at_once(head: PieceTime) -> PieceTime:
     return head._replace(input_s=head.backward_s, weight_s=0.0)
 
 
-def analytic(job: Job, gpu: Gpu, peer_bps: float | None = None) -> ModelTime:
+def analytic(job: Job, gpu: Gpu, peer_bps: float) -> ModelTime:
     """Times from FLOPs and bytes."""
     model, b = job.model, job.microbatch
     peak_tflops = gpu.fp32_tflops if job.precision == "fp32" else gpu.bf16_tflops
     flop_per_s = peak_tflops * 1e12 * job.stated_efficiency * job.tp
     bytes_per_s = gpu.memory_gbytes_per_s * 1e9 * job.tp
     # Ring all-reduce inside the node, once after attention and once after the MLP.
-    peers_s = 2 * 2 * (job.tp - 1) / job.tp * job.activation_bytes * 8 / (peer_bps or gpu.peer_gbps * 1e9)
+    peers_s = 2 * 2 * (job.tp - 1) / job.tp * job.activation_bytes * 8 / peer_bps
     matrix_s = layer_matrix_flops(model, b) / flop_per_s
     attention_s = layer_attention_flops(model, b) / flop_per_s
     forward_s = matrix_s + attention_s + peers_s
@@ -212,7 +203,7 @@ def analytic(job: Job, gpu: Gpu, peer_bps: float | None = None) -> ModelTime:
     return ModelTime(_embedding(job, bytes_per_s), (layer,) * model.layers, head)
 
 
-def calibrated(job: Job, gpu: Gpu, peer_bps: float | None = None) -> ModelTime:
+def calibrated(job: Job, gpu: Gpu, peer_bps: float) -> ModelTime:
     """Times from FLOPs and bytes at the rates that the GPU type was measured to reach."""
     if gpu.calibration is None:
         raise SpecError(
@@ -224,22 +215,15 @@ def calibrated(job: Job, gpu: Gpu, peer_bps: float | None = None) -> ModelTime:
         )
     model, b = job.model, job.microbatch
     # Over the network a group reaches all of it; inside a node the measured share of its links.
-    outside = peer_bps / 8 if peer_bps is not None and peer_bps < gpu.peer_gbps * 1e9 else None
+    outside = peer_bps / 8 if peer_bps < gpu.peer_gbps * 1e9 else None
     fused = RUNTIMES[job.runtime].fused_attention
     at = rates(gpu, gpu.calibration, fp32=job.precision == "fp32", peer_bytes_per_s=outside, fused_attention=fused)
 
-    def piece(one: Pass, params: int, *, recomputed: bool) -> PieceTime:
-        again_s = one.forward_s if recomputed else 0.0
-        update_s = _update_s(job, params, at.bytes_per_s * job.tp)
-        return PieceTime(one.forward_s, again_s, one.backward_s - one.weight_s, one.weight_s, update_s)
-
-    layer = piece(
-        layer_pass(model, b, job.tp, job.element_bytes, at, job.gradient_bytes),
-        layer_params(model),
-        recomputed=True,
-    )
-    head = piece(head_pass(model, b, job.tp, at), head_params(model), recomputed=False)
-    return ModelTime(_embedding(job, at.bytes_per_s * job.tp), (layer,) * model.layers, head)
+    bytes_per_s = at.bytes_per_s * job.tp
+    layer = layer_pass(model, b, job.tp, job.element_bytes, at, job.gradient_bytes)
+    layer = layer._replace(update_s=_update_s(job, layer_params(model), bytes_per_s))
+    head = head_pass(model, b, job.tp, at)._replace(update_s=_update_s(job, head_params(model), bytes_per_s))
+    return ModelTime(_embedding(job, bytes_per_s), (layer,) * model.layers, head)
 
 
 def _embedding(job: Job, bytes_per_s: float) -> PieceTime:
@@ -301,16 +285,6 @@ class Rates:
     fused_attention: bool
 
 
-@dataclass(frozen=True)
-class Pass:
-    """Seconds of one piece for one microbatch."""
-
-    forward_s: float
-    backward_s: float
-    weight_s: float
-    """The part of the backward that no other worker waits for."""
-
-
 def rates(
     gpu: Gpu,
     calibration: Calibration,
@@ -335,9 +309,11 @@ def rates(
 
 
 @lru_cache(maxsize=4096)
-def layer_pass(model: Model, microbatch: int, tp: int, element_bytes: int, at: Rates, gradient_bytes: int = 0) -> Pass:
-    """One layer on one GPU of its group. Its weight gradient is added to a sum of `gradient_bytes` a parameter: the sum
-    is read and written once a microbatch, the gradient written and read."""
+def layer_pass(
+    model: Model, microbatch: int, tp: int, element_bytes: int, at: Rates, gradient_bytes: int = 0
+) -> PieceTime:
+    """One layer on one GPU of its group, without its update. Its weight gradient is added to a sum of
+    `gradient_bytes` a parameter: the sum is read and written once a microbatch, the gradient written and read."""
     tokens = microbatch * model.seq_len
     products_s = layer_matrix_flops(model, microbatch) / tp / at.flop_per_s
     products_s += _operand_elements(model, tokens, tp) * element_bytes / at.bytes_per_s
@@ -349,16 +325,17 @@ def layer_pass(model: Model, microbatch: int, tp: int, element_bytes: int, at: R
     sum_bytes = 2 * (gradient_bytes + element_bytes) if gradient_bytes else 0
     weight_s = products_s + layer_params(model) / tp * sum_bytes / at.bytes_per_s
     backward_s = products_s + weight_s + attention_back_s + POINTWISE_BACKWARD * pointwise_s + ring_s
-    held_s = max(backward_s, at.backward_floor_s)
-    return Pass(max(forward_s, at.layer_floor_s), held_s, held_s * weight_s / backward_s)
+    forward_s, held_s = max(forward_s, at.layer_floor_s), max(backward_s, at.backward_floor_s)
+    weight_s = held_s * weight_s / backward_s
+    return PieceTime(forward_s, forward_s, held_s - weight_s, weight_s)
 
 
 @lru_cache(maxsize=4096)
-def head_pass(model: Model, microbatch: int, tp: int, at: Rates) -> Pass:
-    """LM head and loss."""
+def head_pass(model: Model, microbatch: int, tp: int, at: Rates) -> PieceTime:
+    """LM head and loss, which are not recomputed; without their update."""
     product_s = head_flops(model, microbatch) / tp / at.flop_per_s
     loss_s = logits_bytes(model, microbatch) / tp / at.bytes_per_s
-    return Pass(product_s + loss_s, 2 * product_s, product_s)
+    return PieceTime(product_s + loss_s, 0.0, product_s, product_s)
 
 
 def _attention_s(model: Model, microbatch: int, tp: int, element_bytes: int, at: Rates) -> tuple[float, float]:

@@ -18,18 +18,17 @@ import numpy as np
 
 from atlas.cost.cluster_arrays import ClusterArrays, Flags, Floats, Ints
 from atlas.cost.compute import (
-    ModelTime,
     embedding_params,
     head_params,
     layer_activation_elements,
     layer_params,
-    model_times,
+    model_time,
     peer_bps,
 )
 from atlas.cost.profile import entry_of
 from atlas.cost.runtimes import RUNTIMES
 from atlas.errors import SpecError
-from atlas.spec.job import Job
+from atlas.spec.job import DataCenter, Job
 
 FORWARD, RECOMPUTE, INPUT, WEIGHT, UPDATE = range(5)
 """Rows of `seconds`: the fields of `compute.PieceTime`."""
@@ -136,24 +135,24 @@ def microbatch_s(seconds: Floats) -> Floats:
 
 def model_arrays(job: Job, cluster: ClusterArrays, required: Collection[str] = ()) -> ModelArrays:
     """At the job's tp and microbatch size. A datacenter of `required` that has no price is a SpecError."""
-    times = model_times(job)
+    pieces = 2 + job.model.layers
+    unknown = np.full((5, pieces), np.inf), np.full(pieces, np.inf), np.full(2, np.inf)
     known: dict[object, int] = {}
-    found: list[tuple[ModelTime, tuple[list[float], list[float]]] | None] = []
+    columns: list[tuple[Floats, Floats, Floats]] = []
     which = []
     for dc in cluster.spec.datacenters:
         key = dc.gpu, peer_bps(job, dc)
         if key not in known:
-            known[key] = len(found)
-            found.append(None)
+            known[key] = len(columns)
+            columns.append(unknown)
             with suppress(*(() if dc.name in required else (SpecError,))):
-                found[-1] = times(dc.name), piece_sizes(job, dc.gpu)
+                columns[-1] = _columns(job, dc)
         which.append(known[key])
-    columns = [_columns(job, one) for one in found]
     at = np.array(which)
     seconds, params, activations = (np.stack(part, axis=-2)[..., at, :] for part in zip(*columns, strict=True))
     return ModelArrays(
         job,
-        priced=np.array([found[k] is not None for k in which]),
+        priced=np.array([columns[k] is not unknown for k in which]),
         layers_s=seconds[..., 2:],
         first_s=seconds[..., 0],
         last_s=seconds[..., 1],
@@ -165,14 +164,9 @@ def model_arrays(job: Job, cluster: ClusterArrays, required: Collection[str] = (
     )
 
 
-def _columns(
-    job: Job, found: tuple[ModelTime, tuple[list[float], list[float]]] | None
-) -> tuple[Floats, Floats, Floats]:
+def _columns(job: Job, dc: DataCenter) -> tuple[Floats, Floats, Floats]:
     """On one GPU type, of embedding, LM head and each layer: [5, 2 + L] seconds, [2 + L] parameters; and activations of
     a layer and of the LM head."""
-    if found is None:
-        pieces = 2 + job.model.layers
-        return np.full((5, pieces), np.inf), np.full(pieces, np.inf), np.full(2, np.inf)
-    time, (params, (_, head_bytes, *layers_bytes)) = found
+    time, (params, (_, head_bytes, *layers_bytes)) = model_time(job, dc), piece_sizes(job, dc.gpu)
     seconds = np.array([time.embedding, time.head, *time.layers]).T
     return seconds, np.array(params, np.float64), np.array([sum(layers_bytes) / len(layers_bytes), head_bytes])

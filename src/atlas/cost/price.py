@@ -66,7 +66,7 @@ def price(
             key="tcp",
             value=tcp,
             rule="taking turns on the WAN needs many connections",
-            remedy="Use --tcp many, or a schedule that does not share",
+            remedy="Use --tcp many, or a schedule that does not take turns",
         )
     arrangement = arrangement or arrange(job)
     links = build_links(job, arrangement, tcp=tcp, sharing=sharing)

@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError
 
 from atlas.errors import SpecError
-from atlas.spec.document import Keys, read_json, read_yaml
+from atlas.spec.document import read_json, read_yaml
 from atlas.spec.fields import Count, Flag, Frozen, Size, Text
 from atlas.spec.job import Job
 from atlas.spec.refusal import refusal
@@ -104,15 +104,6 @@ class Profile(Frozen):
     """One for each GPU type, microbatch size and tp."""
 
 
-SECTIONS: dict[str, type[Frozen]] = {
-    "entries": Entry,
-    "embedding": Piece,
-    "layer": Piece,
-    "layers": Piece,
-    "head": Piece,
-}
-
-
 def load_profile(path: str | Path) -> Profile:
     """The profile in a file, or SpecError."""
     path = Path(path)
@@ -121,8 +112,8 @@ def load_profile(path: str | Path) -> Profile:
     try:
         profile = Profile.model_validate(data)
     except ValidationError as error:
-        remedy = "Is the file truncated? Measure again, or fix the value"
-        raise refusal(error, lambda _: str(path), _known, remedy) from None
+        remedy = "The file may be truncated: measure again, or fix the value"
+        raise refusal(error, lambda _: str(path), Profile, remedy) from None
     for i, entry in enumerate(profile.entries):
         if (entry.layer is None) == (entry.layers is None):
             raise SpecError(
@@ -140,11 +131,6 @@ def load_profile(path: str | Path) -> Profile:
                     remedy="Measure again",
                 )
     return profile
-
-
-def _known(keys: Keys) -> list[str]:
-    names = [key for key in keys if isinstance(key, str)]
-    return list((SECTIONS[names[-1]] if names else Profile).model_fields)
 
 
 def shape_of(job: Job) -> dict[str, int | str]:
@@ -198,12 +184,12 @@ def find_entry(profile: Profile, job: Job, gpu: str) -> Entry:
         raise SpecError(
             where=path,
             key="entries",
-            rule=f"what was measured for {wanted} is another model: {'; '.join(differences)}",
+            rule=f"the entry for {wanted} was measured with another model: {'; '.join(differences)}",
             remedy="Measure this job's model with `atlas profile`, or leave `profile` out",
         )
     if entry.layers is not None and len(entry.layers) != job.model.layers:
         rule = f"has {len(entry.layers)} layers for {wanted}, but the model has {job.model.layers}"
-        raise SpecError(where=path, key="layers", rule=rule, remedy="Is the file truncated?")
+        raise SpecError(where=path, key="layers", rule=rule, remedy="The file may be truncated: measure again")
     return entry
 
 

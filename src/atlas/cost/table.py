@@ -151,19 +151,8 @@ def kind_costs(
         input_ns = backward_ns // 2
     if weight_ns is None:
         weight_ns = backward_ns - input_ns
-    row = np.zeros(NUM_KINDS, np.int64)
-    for kind, cost in (
-        (Kind.F, forward_ns),
-        (Kind.R, recompute_ns),
-        (Kind.B, backward_ns),
-        (Kind.I, input_ns),
-        (Kind.W, weight_ns),
-        (Kind.SYNC, sync_ns),
-        (Kind.NORM, norm_ns),
-        (Kind.STEP, step_ns),
-    ):
-        row[kind] = cost
-    return row
+    kinds = forward_ns, recompute_ns, backward_ns, input_ns, weight_ns, sync_ns, norm_ns, step_ns
+    return np.array([*kinds, *[0] * (NUM_KINDS - len(kinds))], np.int64)
 
 
 def uniform_costs(
@@ -190,29 +179,19 @@ def uniform_costs(
     links: list[LinkCost] = []
     channel = np.zeros(shape, np.int32)
     work, latency = np.full(shape, lan_ns, np.int64), np.full(shape, lan_latency_ns, np.int64)
-    for direction in range(2):
-        for boundary in range(num_stages - 1):
-            arrow = f"{boundary}>{boundary + 1}" if direction == 0 else f"{boundary + 1}>{boundary}"
-            if boundary not in wan_boundaries:
-                for c in range(num_pipelines):
-                    channel[direction, c, boundary] = len(links)
-                    links.append(LinkCost(f"lan {arrow} p{c}", PRIVATE, servers))
-                continue
-            latency[direction, :, boundary] = wan_latency_ns
-            pairs = float(num_pipelines) if trunk_pairs is None else min(trunk_pairs, float(num_pipelines))
-            if sharing:
-                work[direction, :, boundary] = round(wan_ns / pairs)
-                channel[direction, :, boundary] = len(links)
-                links.append(LinkCost(f"wan {arrow}", TURNS, quantum_ns=quantum_ns))
-            elif pairs < num_pipelines:
-                work[direction, :, boundary] = wan_ns
-                channel[direction, :, boundary] = len(links)
-                links.append(LinkCost(f"wan {arrow}", FAIR, capacity=pairs))
-            else:
-                work[direction, :, boundary] = wan_ns
-                for c in range(num_pipelines):
-                    channel[direction, c, boundary] = len(links)
-                    links.append(LinkCost(f"wan {arrow} p{c}", PRIVATE, servers))
+    pairs = float(num_pipelines) if trunk_pairs is None else min(trunk_pairs, float(num_pipelines))
+    work[:, :, list(wan_boundaries)] = round(wan_ns / pairs) if sharing else wan_ns
+    latency[:, :, list(wan_boundaries)] = wan_latency_ns
+    for direction, boundary in np.ndindex(2, num_stages - 1):
+        ends = (boundary, boundary + 1) if direction == FORWARD else (boundary + 1, boundary)
+        name = f"{'wan' if boundary in wan_boundaries else 'lan'} {ends[0]}>{ends[1]}"
+        if boundary in wan_boundaries and (sharing or pairs < num_pipelines):
+            channel[direction, :, boundary] = len(links)
+            turns = LinkCost(name, TURNS, quantum_ns=quantum_ns)
+            links.append(turns if sharing else LinkCost(name, FAIR, capacity=pairs))
+        else:
+            channel[direction, :, boundary] = len(links) + np.arange(num_pipelines)
+            links += [LinkCost(f"{name} p{c}", PRIVATE, servers) for c in range(num_pipelines)]
     compute = np.broadcast_to(per_kind_ns, (num_pipelines, num_stages, NUM_KINDS)).copy()
     return Costs(compute, tuple(links), channel, work, np.zeros(shape, np.int64), latency)
 

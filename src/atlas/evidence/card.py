@@ -6,59 +6,23 @@ is noted and counts as missing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from atlas.errors import SpecError
-from atlas.spec.document import dotted, read_yaml, shown
+from atlas.spec.document import read_yaml, shown
 
 VERSION = 1
-TEMPLATE: dict[str, Any] = {
-    "version": int,
-    "description": str,
-    "hf_url": str,
-    "trace_url": str,
-    "contributor": str,
-    "contact": str,
-    "workload": {
-        "model": {
-            "phase": str,
-            "moe": bool,
-            "granularity": str,
-            "model_family": str,
-            "precision": str,
-            "epochs": int,
-            "iteration": int,
-            "model_arch": {
-                "num_params": int,
-                "num_params_embedding": int,
-                "num_layers": int,
-                "num_heads": int,
-                "head_dim": int,
-            },
-        },
-        "data": {"batch_size": int, "seq_len": int, "input_len": int, "output_len": int, "dataset": str},
-        "hardware": {
-            "network_topo": {"topology": str, "bandwidth_gbps": list},
-            "xpu_spec": {"type": str, "model": str, "total_count": int, "count_per_node": int},
-            "driver_version": str,
-        },
-    },
-    "Model-executor": {
-        "framework": {"name": str, "compiler_tool_selection": str},
-        "model_plan_parallelization": {
-            **{"dp_replicate": int, "dp_shard": int, "tp": int, "pp": int, "cp": int, "ep": int},
-            "pp_mb": int,
-        },
-        "communication_library": {"name": str, "version": str, "env": dict},
-        "protocol_selection": list,
-    },
-    "metric_source": {"traces": list, "metrics_specific_trace": list},
+NUMBERS = {
+    "workload.model": ("epochs", "iteration"),
+    "workload.model.model_arch": ("num_params", "num_params_embedding", "num_layers", "num_heads", "head_dim"),
+    "workload.data": ("batch_size", "seq_len", "input_len", "output_len"),
+    "workload.hardware.xpu_spec": ("total_count", "count_per_node"),
+    "Model-executor.model_plan_parallelization": ("dp_replicate", "dp_shard", "tp", "pp", "cp", "ep", "pp_mb"),
 }
-"""Every key of CCL-Bench's `workload_card_template.yaml`, and the type of its value."""
+"""Keys of CCL-Bench's `workload_card_template.yaml` that have a number, by the key that they are below."""
 DEGREES = ("dp_replicate", "dp_shard", "tp", "pp", "cp")
 """Their product is the number of devices; experts (ep) share the devices of dp."""
 
@@ -162,30 +126,8 @@ def read_card(path: Path) -> Card:
     card = Card(path, data)
     if data.get("version", VERSION) != VERSION:
         card.notes.append(f"version {data['version']!r}: this Atlas knows version {VERSION}")
-    for keys, kind in template_keys():
-        value = card.get(".".join(keys))
-        if kind is int and value is not None and card.number(".".join(keys)) is None:
-            card.notes.append(f"{dotted(keys)} = {shown(value)!r} is not a number: taken as missing")
+    for key in (f"{section}.{name}" for section, names in NUMBERS.items() for name in names):
+        value = card.get(key)
+        if value is not None and card.number(key) is None:
+            card.notes.append(f"{key} = {shown(value)!r} is not a number: taken as missing")
     return card
-
-
-def template_keys(
-    part: dict[str, Any] | None = None, before: tuple[str, ...] = ()
-) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Every key of the template that has no keys below it, and its type."""
-    for key, kind in (TEMPLATE if part is None else part).items():
-        if isinstance(kind, dict):
-            yield from template_keys(kind, (*before, key))
-        else:
-            yield (*before, key), kind
-
-
-def lacking_keys(data: dict[str, Any]) -> list[str]:
-    """Keys of the template that a card does not have."""
-    card = Card(Path(), data)
-
-    def there(keys: tuple[str, ...]) -> bool:
-        holder = card.get(".".join(keys[:-1])) if keys[1:] else data
-        return isinstance(holder, dict) and keys[-1] in holder
-
-    return [dotted(keys) for keys, _ in template_keys() if not there(keys)]

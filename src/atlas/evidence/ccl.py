@@ -17,8 +17,8 @@ import numpy as np
 
 from atlas.evidence.card import Card
 from atlas.evidence.intervals import Floats, clipped, intersection, union
-from atlas.evidence.metric import Metric, missing
-from atlas.evidence.rank_trace import BIT, COLLECTIVES, Mark, RankTrace
+from atlas.evidence.metric import CCL_DEFINITIONS, Found, Metric, metrics
+from atlas.evidence.rank_trace import BIT, COLLECTIVES, Mark, RankTrace, rank_of
 
 T = TypeVar("T")
 MAX_FILES = 16
@@ -32,7 +32,7 @@ PASSES = {"allreduce": 2, "allgather": 1, "reducescatter": 1, "alltoall": 1}
 
 @dataclass(frozen=True)
 class RankFigures:
-    """One rank's part of every metric. None: the rank has no data for it."""
+    """One rank's part of every metric, and what its trace says of itself. None: the rank has no data for it."""
 
     name: str
     """Of the file."""
@@ -52,11 +52,20 @@ class RankFigures:
     covered: tuple[float, float]
     by_name_us: Mapping[str, float] | None
     """None: too many names."""
-    kernel_us: float
+    kernels_us: float
     moe_us: float
     copied: tuple[float, float]
-    copy_alone: tuple[float, float] | None
-    """Length of copies outside other kernels, and the span of all kernels."""
+    copy_alone: tuple[float, float]
+    """Length of copies outside other kernels, and the span of all kernels; zeros without copies."""
+    rank: int | None
+    stated_rank: int | None
+    """In the trace, where `rank` is that in the file's name, if it has one."""
+    world_size: int | None
+    repeated_steps: int
+    num_unusable: int
+    num_capital: int
+    damage: str
+    has_collectives: bool
 
 
 def inner(steps: Sequence[T]) -> list[T]:
@@ -71,25 +80,34 @@ def edges_us(marks: Sequence[Mark]) -> tuple[Floats, Floats]:
 
 
 def rank_figures(trace: RankTrace) -> RankFigures:
+    stated, named = trace.stated_rank, rank_of(trace.path)
     return RankFigures(
         name=trace.path.name,
         num_kernels=len(trace.start_us),
         num_steps=len(trace.steps),
         step_us=_mean_step_us(trace.steps),
         engine_step_us=_mean_step_us(trace.engine_steps),
-        comm_percent=_comm_percent(trace),
+        comm_percent=_comm_ratio(trace),
         comm_s=_comm_s(trace),
-        overlap_percent=_overlap_percent(trace),
+        overlap_percent=_overlap_ratio(trace),
         active_us=union(trace.start_us, trace.end_us).length,
         nccl_us=dict(trace.nccl_us),
         volume_bytes={kind: sum(c.num_bytes for c in trace.collectives if c.kind == kind) for kind in COLLECTIVES},
         bandwidth=_bandwidths(trace),
         covered=trace.covered,
         by_name_us=None if trace.too_many_names else trace.by_name_us,
-        kernel_us=float(trace.length_us.sum()),
+        kernels_us=float(trace.length_us.sum()),
         moe_us=float(trace.length_us[trace.having("moe")].sum()),
         copied=trace.copied,
         copy_alone=_copy_alone(trace),
+        rank=stated if named is None else named,
+        stated_rank=stated,
+        world_size=trace.world_size,
+        repeated_steps=len(trace.steps) - len({mark.number for mark in trace.steps}),
+        num_unusable=trace.num_unusable,
+        num_capital=trace.num_capital,
+        damage=trace.damage,
+        has_collectives=bool(trace.collectives),
     )
 
 
@@ -99,7 +117,7 @@ def _mean_step_us(steps: Sequence[Mark]) -> float | None:
     return statistics.fmean(kept) if kept else None
 
 
-def _comm_percent(trace: RankTrace) -> float | None:
+def _comm_ratio(trace: RankTrace) -> float | None:
     """Share of summed kernel time in communication; mean over inner steps, counting any kernel that touches a step."""
     if not len(trace.start_us):
         return None
@@ -137,7 +155,7 @@ def _comm_s(trace: RankTrace) -> float | None:
     return union(start, end).length / 1e6 / max(1, len(marks))
 
 
-def _overlap_percent(trace: RankTrace) -> float | None:
+def _overlap_ratio(trace: RankTrace) -> float | None:
     marks = [mark for mark in inner(trace.steps or trace.engine_steps) if mark.length_us is not None]
     if not marks or not len(trace.start_us):
         return None
@@ -162,7 +180,7 @@ def _bandwidths(trace: RankTrace) -> dict[str, float]:
     return found
 
 
-def _copy_alone(trace: RankTrace) -> tuple[float, float] | None:
+def _copy_alone(trace: RankTrace) -> tuple[float, float]:
     start = np.concatenate([trace.start_us, trace.other_start_us])
     length = np.concatenate([trace.length_us, trace.other_length_us])
     traits = np.concatenate([trace.traits, trace.other_traits])
@@ -170,7 +188,7 @@ def _copy_alone(trace: RankTrace) -> tuple[float, float] | None:
     start, end, traits = start[keep], (start + length)[keep], traits[keep]
     copies = (traits & BIT["copy"]) != 0
     if not copies.any():
-        return None
+        return 0.0, 0.0
     computes = ~copies & ((traits & BIT["comm_copy"]) == 0)
     moved = union(start[copies], end[copies])
     hidden = intersection(moved, union(start[computes], end[computes])).length
@@ -188,54 +206,55 @@ def ccl_metrics(ranks: Sequence[RankFigures], card: Card | None) -> list[Metric]
     """All 25 metrics of CCL-Bench's table, in its order. `ranks`: of every file, in the order of their names."""
     chosen = set(sampled([rank.name for rank in ranks]))
     some = [rank for rank in ranks if rank.name in chosen]
-    step_s = avg_step_time(some)
-    found = [
-        Metric("avg_step_time", step_s, "s", reason="no ProfilerStep#N annotations"),
-        missing("ttft", "s", "of serving benchmarks; read from their latency files"),
-        missing("tpot", "s", "of serving benchmarks; read from their latency files"),
-        mfu(card, step_s),
-        Metric("mean_sm_coverage", _ratio(some, "covered", 100), "%", reason="no kernel has `blocks per SM`"),
-        _dominant(some),
-        Metric("moe_fraction", _moe(some), "%", reason="no kernels"),
-        Metric("average_memory_bandwidth", _ratio(some, "copied", 1e-3), "GB/s", reason="no copies with bytes"),
-        _copy_overhead(some),
-        Metric("communication_fraction", _mean([r.comm_percent for r in some]), "%", reason="no kernels"),
-        Metric("total_communication_time", _mean([r.comm_s for r in some]), "s", reason="no kernels"),
-        *(_bandwidth(ranks, kind) for kind in ("allgather", "allreduce", "alltoall", "reducescatter")),
-        missing("bandwidth_utilization_peertopeer_group_6", "%", "needs Nsight Systems files"),
-        Metric(
-            "compute_comm_overlap",
+    # Mean over inner steps, then over ranks.
+    step_us = _mean([r.step_us for r in some]) or _mean([r.engine_step_us for r in some])
+    step_s = None if step_us is None else step_us / 1e6
+    kernels_us, moe_us = (math.fsum(values) for values in ((r.kernels_us for r in some), (r.moe_us for r in some)))
+    copies = _ratio(some, "copy_alone")
+    active = [rank.active_us for rank in some if rank.num_kernels]
+    imbalance = max(active) / min(active) if len(active) > 1 and min(active) > 0 else None
+    found: dict[str, Found] = {
+        "avg_step_time": (step_s, "no ProfilerStep#N annotations"),
+        **dict.fromkeys(("ttft", "tpot"), (None, "only serving benchmarks have it, in their latency files")),
+        "mfu": _mfu(card, step_s),
+        "mean_sm_coverage": (_ratio(some, "covered"), "no kernel has `blocks per SM`"),
+        "dominant_kernel_concentration": _dominant(some, kernels_us),
+        "moe_fraction": (100 * moe_us / kernels_us if kernels_us > 0 else None, "no kernels"),
+        "average_memory_bandwidth": (_ratio(some, "copied", 1e-3), "no copy has a size"),
+        "memory_transfer_overhead": (None if copies is None else round(copies, 4), "no copies among the kernels"),
+        "communication_fraction": (_mean([r.comm_percent for r in some]), "no kernels"),
+        "total_communication_time": (_mean([r.comm_s for r in some]), "no kernels"),
+        "bandwidth_utilization_peertopeer_group_6": (None, "needs Nsight Systems files"),
+        "compute_comm_overlap": (
             _mean([r.overlap_percent for r in some]),
-            "%",
-            reason="no steps, or no communication kernels in them",
+            "no steps, or no communication kernels in them",
         ),
-        _imbalance(some),
-        Metric("straggler", _straggler(ranks), "ratio"),
-        missing("scale_up_bw_utility", "%", "a simulation with ASTRA-sim"),
-        *_volumes(ranks),
-    ]
-    return found
+        "load_imbalance_ratio": (imbalance, "fewer than two ranks with kernels"),
+        "straggler": (_straggler(ranks), ""),
+        "scale_up_bw_utility": (None, "needs a simulation with ASTRA-sim"),
+    }
+    first = next((r for r in ranks if r.name.startswith("rank0_trace")), ranks[0])
+    for kind, volume in (*first.volume_bytes.items(), ("total", sum(first.volume_bytes.values()))):
+        found[f"collective_vol_{kind}_gb"] = (volume / 1e9, "")
+    for kind in COLLECTIVES:
+        bandwidth = next((rank.bandwidth[kind] for rank in ranks if kind in rank.bandwidth), None)
+        found[f"bandwidth_utilization_{kind}_group_6"] = (bandwidth, f"no {kind} kernels with sizes")
+    return metrics(CCL_DEFINITIONS, found)
 
 
-def avg_step_time(ranks: Sequence[RankFigures]) -> float | None:
-    """Mean over inner steps, then over ranks, seconds."""
-    step_us = _mean([r.step_us for r in ranks]) or _mean([r.engine_step_us for r in ranks])
-    return None if step_us is None else step_us / 1e6
-
-
-def mfu(card: Card | None, step_s: float | None) -> Metric:
+def _mfu(card: Card | None, step_s: float | None) -> Found:
     if card is None:
-        return missing("mfu", "%", "no workload card")
+        return None, "no workload card"
     if step_s is None or step_s <= 0:
-        return missing("mfu", "%", "no step time")
+        return None, "no step time"
     model = str(card.text("workload.hardware.xpu_spec.model") or "").lower()
     peak = PEAK_TFLOPS.get(model)
     if peak is None:
-        return missing("mfu", "%", f"CCL-Bench knows no peak of {model or 'the hardware'}; see flops_utilization")
+        return None, f"CCL-Bench has no peak for {model or 'the hardware'}; see flops_utilization"
     flops = flops_per_token(card, attention=12.0)
     if flops is None:
-        return missing("mfu", "%", f"the card lacks {', '.join(card.lacking())}")
-    return Metric("mfu", round(100 * flops * card.tokens / step_s / (peak * 1e12 * card.num_devices), 4), "%")
+        return None, f"the card lacks {', '.join(card.lacking())}"
+    return round(100 * flops * card.tokens / step_s / (peak * 1e12 * card.num_devices), 4), ""
 
 
 def flops_per_token(card: Card, attention: float) -> float | None:
@@ -254,58 +273,25 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return statistics.fmean(found) if found else None
 
 
-def _ratio(ranks: Sequence[RankFigures], name: str, scale: float) -> float | None:
+def _ratio(ranks: Sequence[RankFigures], name: str, scale: float = 100) -> float | None:
+    """The ratio of two sums over the ranks."""
     above = math.fsum(getattr(rank, name)[0] for rank in ranks)
     below = math.fsum(getattr(rank, name)[1] for rank in ranks)
     return scale * above / below if below > 0 else None
 
 
-def _dominant(ranks: Sequence[RankFigures]) -> Metric:
-    name, total = "dominant_kernel_concentration", math.fsum(rank.kernel_us for rank in ranks)
-    if total <= 0:
-        return missing(name, "%", "no kernels")
+def _dominant(ranks: Sequence[RankFigures], kernels_us: float) -> Found:
+    if kernels_us <= 0:
+        return None, "no kernels"
     sums: dict[str, float] = {}
     for rank in ranks:
         if rank.by_name_us is None:
-            return missing(name, "%", "too many different kernel names")
+            return None, "too many different kernel names"
         for kernel, length in rank.by_name_us.items():
             sums[kernel] = sums.get(kernel, 0.0) + length
-    return Metric(name, 100 * max(sums.values()) / total, "%")
-
-
-def _moe(ranks: Sequence[RankFigures]) -> float | None:
-    total = math.fsum(rank.kernel_us for rank in ranks)
-    return 100 * math.fsum(rank.moe_us for rank in ranks) / total if total > 0 else None
-
-
-def _copy_overhead(ranks: Sequence[RankFigures]) -> Metric:
-    parts = [rank.copy_alone for rank in ranks if rank.copy_alone is not None and rank.copy_alone[1] > 0]
-    if not parts:
-        return missing("memory_transfer_overhead", "%", "no copies among the kernels")
-    value = 100 * math.fsum(alone for alone, _ in parts) / math.fsum(span for _, span in parts)
-    return Metric("memory_transfer_overhead", round(value, 4), "%")
-
-
-def _bandwidth(ranks: Sequence[RankFigures], kind: str) -> Metric:
-    value = next((rank.bandwidth[kind] for rank in ranks if kind in rank.bandwidth), None)
-    return Metric(f"bandwidth_utilization_{kind}_group_6", value, "GB/s", reason=f"no {kind} kernels with sizes")
-
-
-def _imbalance(ranks: Sequence[RankFigures]) -> Metric:
-    active = [rank.active_us for rank in ranks if rank.num_kernels]
-    if len(active) < 2 or min(active) <= 0:
-        return missing("load_imbalance_ratio", "ratio", "fewer than two ranks with kernels")
-    return Metric("load_imbalance_ratio", max(active) / min(active), "ratio")
+    return 100 * max(sums.values()) / kernels_us, ""
 
 
 def _straggler(ranks: Sequence[RankFigures]) -> float:
     sums = [length for rank in ranks if rank.name.startswith("rank") for length in rank.nccl_us.values()]
     return (max(sums) - min(sums)) / max(sums) if len(sums) > 1 and max(sums) > 0 else 0.0
-
-
-def _volumes(ranks: Sequence[RankFigures]) -> list[Metric]:
-    first = next((r for r in ranks if r.name.startswith("rank0_trace")), ranks[0] if ranks else None)
-    if first is None:
-        return [missing(f"collective_vol_{kind}_gb", "GB", "no traces") for kind in (*COLLECTIVES, "total")]
-    found = [Metric(f"collective_vol_{kind}_gb", first.volume_bytes[kind] / 1e9, "GB") for kind in COLLECTIVES]
-    return [*found, Metric("collective_vol_total_gb", sum(first.volume_bytes.values()) / 1e9, "GB")]

@@ -9,34 +9,17 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from atlas.errors import SpecError
 from atlas.evidence.card import DEGREES, Card
+from atlas.evidence.ccl import RankFigures
 from atlas.evidence.metric import Metric
 
 MIN_STEPS = 5
 """CCL-Bench asks for at least five recorded steps."""
 PARAMS_RANGE = (0.3, 3.0)
 """Stated parameters over those that the shape suggests (12 L h^2 and the embedding). MLPs differ by this much."""
-
-
-@dataclass(frozen=True)
-class RankFacts:
-    """What a trace file says of itself."""
-
-    name: str
-    rank: int | None
-    stated_rank: int | None
-    world_size: int | None
-    num_steps: int
-    repeated_steps: int
-    num_kernels: int
-    num_unusable: int
-    num_capital: int
-    damage: str
-    has_collectives: bool
 
 
 def require_plausible(card: Card | None, trace: Path, metrics: Iterable[Metric]) -> None:
@@ -52,7 +35,7 @@ def require_plausible(card: Card | None, trace: Path, metrics: Iterable[Metric])
             )
 
 
-def findings(card: Card | None, ranks: Sequence[RankFacts]) -> list[str]:
+def findings(card: Card | None, ranks: Sequence[RankFigures]) -> list[str]:
     """One sentence for each thing that does not fit."""
     found = [] if card is None else [f"card: {note}" for note in card.notes]
     if card is not None:
@@ -63,7 +46,7 @@ def findings(card: Card | None, ranks: Sequence[RankFacts]) -> list[str]:
     return found + _files(ranks) + _steps(ranks)
 
 
-def _world(card: Card, ranks: Sequence[RankFacts]) -> list[str]:
+def _world(card: Card, ranks: Sequence[RankFigures]) -> list[str]:
     found = []
     total = card.number("workload.hardware.xpu_spec.total_count")
     degrees = {name: card.degree(name) for name in DEGREES}
@@ -84,7 +67,7 @@ def _world(card: Card, ranks: Sequence[RankFacts]) -> list[str]:
     return found
 
 
-def _gaps(ranks: Sequence[RankFacts]) -> list[str]:
+def _gaps(ranks: Sequence[RankFigures]) -> list[str]:
     """Without a card: ranks below the highest that have no file."""
     numbers = {rank.rank for rank in ranks if rank.rank is not None}
     lost = set(range(max(numbers, default=0))) - numbers
@@ -106,7 +89,7 @@ def _params(card: Card) -> list[str]:
     return []
 
 
-def _files(ranks: Sequence[RankFacts]) -> list[str]:
+def _files(ranks: Sequence[RankFigures]) -> list[str]:
     found = [f"{rank.name}: {rank.damage}" for rank in ranks if rank.damage]
     for rank in ranks:
         if rank.num_unusable:
@@ -127,7 +110,7 @@ def _files(ranks: Sequence[RankFacts]) -> list[str]:
     return found
 
 
-def _steps(ranks: Sequence[RankFacts]) -> list[str]:
+def _steps(ranks: Sequence[RankFigures]) -> list[str]:
     counts = {rank.num_steps for rank in ranks}
     found = [f"{r.name}: {r.repeated_steps} steps have a number twice" for r in ranks if r.repeated_steps]
     if counts == {0}:
@@ -137,8 +120,8 @@ def _steps(ranks: Sequence[RankFacts]) -> list[str]:
     fewest = min(counts)
     kept = fewest - 2 if fewest > 2 else fewest
     if kept < MIN_STEPS:
-        warm = "" if fewest > 2 else "; the first is not left out"
-        found.append(f"steps: {kept} count, CCL-Bench asks for {MIN_STEPS}{warm}")
+        warm = "" if fewest > 2 else "; the first (warm-up) step is included"
+        found.append(f"steps: {kept} are counted, CCL-Bench asks for at least {MIN_STEPS}{warm}")
     return found
 
 

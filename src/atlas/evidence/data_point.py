@@ -5,7 +5,6 @@ Finds and reads the files; `checks` has the rules. Archives are not unpacked.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,13 +12,12 @@ from pathlib import Path
 from atlas.errors import AtlasError, SpecError
 from atlas.evidence.card import Card, read_card
 from atlas.evidence.ccl import RankFigures, ccl_metrics, rank_figures
-from atlas.evidence.checks import RankFacts, findings, require_plausible
+from atlas.evidence.checks import findings, require_plausible
 from atlas.evidence.events import NotATraceError
 from atlas.evidence.metric import Metric
 from atlas.evidence.own import OwnFigures, own_figures, own_metrics
-from atlas.evidence.rank_trace import RankTrace, read_rank
+from atlas.evidence.rank_trace import rank_of, read_rank
 
-_RANK_FILE = re.compile(r"(?:rank(\d{1,9})_trace|kineto_trace_(\d{1,9}))\.json(?:\.gz)?$")
 _TRACE_ENDINGS = (".json", ".json.gz")
 _ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz")
 
@@ -67,12 +65,6 @@ class DataPoint:
 
     def value(self, name: str) -> float | None:
         return next((metric.value for metric in (*self.ccl, *self.own) if metric.name == name), None)
-
-
-def rank_of(path: Path) -> int | None:
-    """The rank in a file's name."""
-    match = _RANK_FILE.match(path.name)
-    return None if match is None else int(match[1] or match[2])
 
 
 def find_data_point(folder: Path) -> PointFiles:
@@ -125,7 +117,6 @@ def read_data_point(
     found = find_data_point(folder)
     ranks: list[RankFigures] = []
     own: list[OwnFigures] = []
-    facts: list[RankFacts] = []
     skipped: list[str] = []
     for number, path in enumerate(found.traces):
         if progress is not None:
@@ -139,27 +130,9 @@ def read_data_point(
             continue
         ranks.append(rank_figures(trace))
         own.append(own_figures(trace))
-        facts.append(_facts(trace))
     if not ranks:
         raise AtlasError(skipped[0])
     ccl, ours = ccl_metrics(ranks, found.card), own_metrics(own, found.card)
     require_plausible(found.card, found.traces[0], (*ccl, *ours))
     notes = [f"skipped: {reason}" for reason in skipped]
-    return DataPoint(found, ccl, ours, [*findings(found.card, facts), *notes], ranks, own)
-
-
-def _facts(trace: RankTrace) -> RankFacts:
-    numbers = [mark.number for mark in trace.steps]
-    return RankFacts(
-        name=trace.path.name,
-        rank=trace.rank if rank_of(trace.path) is None else rank_of(trace.path),
-        stated_rank=trace.rank,
-        world_size=trace.world_size,
-        num_steps=len(numbers),
-        repeated_steps=len(numbers) - len(set(numbers)),
-        num_kernels=len(trace.start_us),
-        num_unusable=trace.num_unusable,
-        num_capital=trace.num_capital,
-        damage=trace.damage,
-        has_collectives=bool(trace.collectives),
-    )
+    return DataPoint(found, ccl, ours, [*findings(found.card, ranks), *notes], ranks, own)

@@ -17,11 +17,12 @@ import yaml
 
 from atlas.errors import AtlasError, ProgramError, SpecError
 from atlas.evidence.card import Card, Shape
-from atlas.evidence.data_point import DataPoint, rank_of
+from atlas.evidence.data_point import DataPoint
 from atlas.evidence.own import gpu_name
+from atlas.evidence.rank_trace import rank_of
 from atlas.evidence.write_card import LAUNCH
 from atlas.ir.program import parse_action
-from atlas.spec.document import read_yaml
+from atlas.spec.document import read_yaml, shown
 
 FORWARD_SHARE = 1 / 3
 """Of a step without recompute: the backward does twice the forward's work."""
@@ -57,7 +58,10 @@ def import_job(point: DataPoint, *, gpu: str | None = None, recompute: bool | No
         raise AtlasError(f"{point.found.folder}: has no workload card, which describes the model. Add one")
     step_s = point.value("avg_step_time")
     if step_s is None or not any(rank.num_kernels for rank in point.ranks):
-        raise AtlasError(f"{point.found.folder}: has no steps with kernels, so the time of an op is unknown")
+        raise AtlasError(
+            f"{point.found.folder}: has no steps with kernels, so the time of an op is unknown. Record steps "
+            "(ProfilerStep#N) on a GPU"
+        )
     own = point.found.folder / LAUNCH / "job.yaml"
     if card.source and own.is_file():
         return _of_atlas(point, read_yaml(own, key="job").data, step_s)
@@ -72,7 +76,10 @@ def _of_atlas(point: DataPoint, job: dict[str, Any], step_s: float) -> Imported:
     assert card is not None
     split = card.get("atlas.layers_per_stage")
     if not isinstance(split, list) or len(split) != len(stages):
-        raise AtlasError(f"{card.path}: atlas.layers_per_stage does not fit the {len(stages)} stages of the traces")
+        raise AtlasError(
+            f"{card.path}: atlas.layers_per_stage = {shown(split)}: must have one number for each of the {len(stages)} "
+            "stages of the traces. Restore the card of this run"
+        )
     layers = []
     for count, seconds in zip(split, stages, strict=True):
         layers += [_piece(seconds, count)] * count
@@ -100,7 +107,10 @@ def _stage_seconds(point: DataPoint) -> list[dict[str, float]]:
                     continue
                 sums.setdefault((stage, kind), []).append(length_us / 1e6)
     if not sums:
-        raise AtlasError(f"{point.found.folder}: no op of Atlas is in the traces. Is the card of another run?")
+        raise AtlasError(
+            f"{point.found.folder}: no op of Atlas is in the traces, but the card says that Atlas wrote them. Name a "
+            "folder with card and traces of one run"
+        )
     num_stages = 1 + max(stage for stage, _ in sums)
     found: list[dict[str, float]] = [{} for _ in range(num_stages)]
     for (stage, kind), seconds in sums.items():

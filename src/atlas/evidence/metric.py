@@ -1,8 +1,20 @@
-"""A metric's value, and the definitions of all of them. Plain data."""
+"""A metric's value and unit, and the definitions of CCL-Bench's metrics. Plain data."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+UNITS = {
+    r".*_time|ttft|tpot": "s",
+    r".*_ratio|straggler": "ratio",
+    r".*_gb": "GB",
+    r".*_per_s": "tok/s",
+    r"bandwidth_utilization_(?!peertopeer).*|average_memory_bandwidth": "GB/s",
+    r".*": "%",
+}
+"""By name of a metric; the first that matches."""
 
 
 @dataclass(frozen=True)
@@ -12,16 +24,23 @@ class Metric:
     name: str
     value: float | None
     unit: str
-    reason: str = ""
+    reason: str
     """Why there is no value; empty where there is one."""
-
-    def __post_init__(self) -> None:
-        if self.value is not None and self.reason:
-            object.__setattr__(self, "reason", "")
+    definition: str
 
 
-def missing(name: str, unit: str, reason: str) -> Metric:
-    return Metric(name, None, unit, reason)
+Found = tuple[float | None, str]
+"""A value, and the reason if there is none."""
+
+
+def metrics(definitions: Mapping[str, str], found: Mapping[str, Found]) -> list[Metric]:
+    """In the order of the definitions."""
+    rows = []
+    for name, words in definitions.items():
+        value, reason = found[name]
+        unit = next(unit for names, unit in UNITS.items() if re.fullmatch(names, name))
+        rows.append(Metric(name, value, unit, reason if value is None else "", words))
+    return rows
 
 
 CCL_DEFINITIONS = {

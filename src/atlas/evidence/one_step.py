@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from atlas.ir.program import PER_MICROBATCH
+from atlas.ir.program import Kind
 from atlas.ir.timeline import Timeline
 
 _OPS = ("op_start_ns", "op_end_ns")
@@ -20,9 +20,7 @@ def middle_iteration(timeline: Timeline) -> Timeline:
     if program.num_iterations == 1:
         return timeline
     number, count = program.num_iterations // 2, program.num_microbatches
-    per_microbatch = np.isin(program.kind, np.array(PER_MICROBATCH, np.int8))
-    slot = program.microbatch
-    keep = np.where(per_microbatch, slot // count, slot) == number
+    keep = program.op_iteration == number
     kept = np.bincount(program.op_worker[keep], minlength=program.num_workers)
     part = slice(number * count, (number + 1) * count)
 
@@ -35,7 +33,7 @@ def middle_iteration(timeline: Timeline) -> Timeline:
         worker_ptr=np.concatenate([[0], np.cumsum(kept)]).astype(np.int64),
         kind=program.kind[keep],
         stage=program.stage[keep],
-        microbatch=np.where(per_microbatch, slot - number * count, 0)[keep].astype(np.int32),
+        microbatch=np.where(program.kind <= Kind.W, program.microbatch - number * count, 0)[keep].astype(np.int32),
         turn=by_transfer(program.turn),
     )
     arrays = {name: getattr(timeline, name)[keep] for name in _OPS}

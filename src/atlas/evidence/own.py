@@ -16,7 +16,7 @@ import numpy as np
 from atlas.evidence.card import Card
 from atlas.evidence.ccl import edges_us, flops_per_token, inner
 from atlas.evidence.intervals import Floats, intersection, union
-from atlas.evidence.metric import Metric, missing
+from atlas.evidence.metric import Found, Metric, metrics
 from atlas.evidence.rank_trace import BIT, COLLECTIVES, RankTrace
 from atlas.spec.gpus import GPUS, Gpu
 
@@ -27,9 +27,9 @@ OWN_DEFINITIONS = {
     "compute_time": "Union of kernels but communication, and of fills and copies inside the device, per step.",
     "exposed_communication_time": "Union of communication kernels less what lies under compute, per step.",
     "exposed_communication_fraction": "exposed_communication_time over step_time.",
-    "idle_time": "Of a step: no kernel, fill or copy inside the device runs.",
-    **{f"bubble_{cause}_time": f"Idle, per step, cause {cause}; of traces that Atlas wrote." for cause in CAUSES},
-    "compute_imbalance_ratio": "Largest over smallest compute_time of a rank; waiting does not hide it.",
+    "idle_time": "Time of a step in which no kernel, fill or copy inside the device runs.",
+    **{f"bubble_{cause}_time": f"Idle time per step with cause {cause}; only in traces of Atlas." for cause in CAUSES},
+    "compute_imbalance_ratio": "Largest over smallest compute_time of a rank; waiting is not counted.",
     **{f"volume_per_step_{kind}_gb": f"10^9 bytes into {kind} per step; mean over ranks." for kind in COLLECTIVES},
     "tokens_per_s": "Tokens per step (the card's batch size x sequence length) over step_time.",
     "flops_utilization": "(6(N - N_emb) + 6 L H Q S) x tokens_per_s / (devices x peak of the type); causal attention.",
@@ -41,7 +41,6 @@ OWN_DEFINITIONS = {
 class OwnFigures:
     """One rank's part, seconds and bytes per step."""
 
-    name: str
     num_steps: int
     """Inner ones; 0: the file has no steps and counts as one."""
     num_kernels: int
@@ -82,7 +81,6 @@ def own_figures(trace: RankTrace) -> OwnFigures:
         for kind in COLLECTIVES
     }
     return OwnFigures(
-        name=trace.path.name,
         num_steps=len(marks),
         num_kernels=len(start),
         step_s=per_step(high - low),
@@ -104,67 +102,54 @@ def _bubbles(trace: RankTrace, low: Floats, high: Floats) -> dict[str, float]:
 
 
 def own_metrics(ranks: Sequence[OwnFigures], card: Card | None) -> list[Metric]:
-    """In the order of `OWN_DEFINITIONS`."""
     some = [rank for rank in ranks if rank.num_kernels]
     if not some:
-        return [missing(name, unit_of(name), "no kernels: a trace of CPUs alone") for name in OWN_DEFINITIONS]
+        return metrics(OWN_DEFINITIONS, dict.fromkeys(OWN_DEFINITIONS, (None, "no kernels: a trace of CPUs alone")))
 
     def mean(name: str) -> float:
         return statistics.fmean(getattr(rank, name) for rank in some)
 
-    step_s = mean("step_s")
-    exposed = mean("exposed_s")
-    found = {
-        "step_time": step_s,
-        "compute_time": mean("compute_s"),
-        "exposed_communication_time": exposed,
-        "exposed_communication_fraction": 100 * exposed / step_s if step_s > 0 else None,
-        "idle_time": mean("idle_s"),
-    }
+    step_s, exposed_s = mean("step_s"), mean("exposed_s")
     computed = [rank.compute_s for rank in some]
-    metrics = [Metric(name, value, unit_of(name), reason="no step time") for name, value in found.items()]
+    imbalance = max(computed) / min(computed) if len(some) > 1 and min(computed) > 0 else None
     with_cause = [rank.bubbles_s for rank in some if rank.bubbles_s is not None]
+    found: dict[str, Found] = {
+        "step_time": (step_s, ""),
+        "compute_time": (mean("compute_s"), ""),
+        "exposed_communication_time": (exposed_s, ""),
+        "exposed_communication_fraction": (100 * exposed_s / step_s if step_s > 0 else None, "no step time"),
+        "idle_time": (mean("idle_s"), ""),
+        "compute_imbalance_ratio": (imbalance, "fewer than two ranks with compute kernels"),
+        **_by_card(card, step_s, stepped=any(rank.num_steps for rank in some)),
+    }
     for cause in CAUSES:
-        name = f"bubble_{cause}_time"
-        if not with_cause:
-            metrics.append(missing(name, "s", "the trace does not say why a rank waits; see idle_time"))
-        else:
-            metrics.append(Metric(name, statistics.fmean(found[cause] for found in with_cause), "s"))
-    if len(some) > 1 and min(computed) > 0:
-        metrics.append(Metric("compute_imbalance_ratio", max(computed) / min(computed), "ratio"))
-    else:
-        metrics.append(missing("compute_imbalance_ratio", "ratio", "fewer than two ranks with compute kernels"))
+        wait_s = statistics.fmean(waits[cause] for waits in with_cause) if with_cause else None
+        found[f"bubble_{cause}_time"] = (wait_s, "the trace does not say why a rank waits; see idle_time")
     for kind in COLLECTIVES:
         volume = statistics.fmean(rank.volume_bytes[kind] for rank in some)
-        metrics.append(Metric(f"volume_per_step_{kind}_gb", volume / 1e9, "GB"))
-    return [*metrics, *_by_card(card, step_s, stepped=any(rank.num_steps for rank in some))]
+        found[f"volume_per_step_{kind}_gb"] = (volume / 1e9, "")
+    return metrics(OWN_DEFINITIONS, found)
 
 
-def _by_card(card: Card | None, step_s: float, *, stepped: bool) -> list[Metric]:
-    names = ("tokens_per_s", "flops_utilization")
+def _by_card(card: Card | None, step_s: float, *, stepped: bool) -> dict[str, Found]:
     reason = "no workload card" if card is None else "" if stepped and step_s > 0 else "no steps"
+    if (
+        card is not None
+        and not reason
+        and not all(map(card.number, ("workload.data.batch_size", "workload.data.seq_len")))
+    ):
+        reason = "the card lacks batch_size or seq_len"
     if card is None or reason:
-        return [missing(name, unit_of(name), reason) for name in names]
-    if not card.number("workload.data.batch_size") or not card.number("workload.data.seq_len"):
-        return [missing(name, unit_of(name), "the card lacks batch_size or seq_len") for name in names]
-    rate = card.tokens / step_s
-    gpu, flops = gpu_of(card), flops_per_token(card, attention=6.0)
-    if gpu is None or flops is None:
-        what = "the card lacks " + ", ".join(card.lacking()) if flops is None else "unknown device type"
-        return [Metric(names[0], rate, "tok/s"), missing(names[1], "%", what)]
-    peak = gpu.fp32_tflops if (card.text("workload.model.precision") or "").lower() == "fp32" else gpu.bf16_tflops
-    return [
-        Metric(names[0], rate, "tok/s"),
-        Metric(names[1], 100 * flops * rate / (peak * 1e12 * card.num_devices), "%"),
-    ]
-
-
-def unit_of(name: str) -> str:
-    """The unit of one of our metrics."""
-    for ending, unit in (("_time", "s"), ("_fraction", "%"), ("_ratio", "ratio"), ("_gb", "GB"), ("_per_s", "tok/s")):
-        if name.endswith(ending):
-            return unit
-    return "%"
+        return dict.fromkeys(("tokens_per_s", "flops_utilization"), (None, reason))
+    rate, gpu, flops = card.tokens / step_s, gpu_of(card), flops_per_token(card, attention=6.0)
+    used: Found = None, "unknown device type"
+    if flops is None:
+        used = None, "the card lacks " + ", ".join(card.lacking())
+    elif gpu is not None:
+        is_fp32 = (card.text("workload.model.precision") or "").lower() == "fp32"
+        peak_tflops = gpu.fp32_tflops if is_fp32 else gpu.bf16_tflops
+        used = 100 * flops * rate / (peak_tflops * 1e12 * card.num_devices), ""
+    return {"tokens_per_s": (rate, ""), "flops_utilization": used}
 
 
 # ---- device types ----------------------------------------------------------------------------------------------
@@ -177,7 +162,7 @@ def gpu_name(model: str) -> str | None:
         kind, *size = name.lower().split("-")
         wanted = "".join((kind, *size)) if kind == "rtx" else kind
         if wanted in words or (kind == "rtx" and wanted in joined):
-            stated = any(size and f"{size[0]}gb" in joined for _ in size)
+            stated = bool(size) and f"{size[0]}gb" in joined
             found.append((stated, name))
     if not found:
         return None

@@ -6,8 +6,7 @@ import html
 from collections.abc import Sequence
 
 from atlas.evidence.data_point import DataPoint
-from atlas.evidence.metric import CCL_DEFINITIONS, Metric
-from atlas.evidence.own import OWN_DEFINITIONS
+from atlas.evidence.metric import Metric
 from atlas.view.chart import page_text, theme
 
 STYLE = """
@@ -26,9 +25,9 @@ def metrics_page(points: Sequence[DataPoint], *, against: bool = False) -> str:
     body = [f"<h1>Metrics of {html.escape(title)}</h1>"]
     body.append("<ul>" + "".join(f"<li>{html.escape(_about(point))}</li>" for point in points) + "</ul>")
     body.append("<h2>CCL-Bench's metrics, by its definitions</h2>")
-    body.append(metrics_table(points, [point.ccl for point in points], CCL_DEFINITIONS, against=against))
+    body.append(metrics_table(points, [point.ccl for point in points], against=against))
     body.append("<h2>Atlas's metrics</h2>")
-    body.append(metrics_table(points, [point.own for point in points], OWN_DEFINITIONS, against=against))
+    body.append(metrics_table(points, [point.own for point in points], against=against))
     notes = [f"{point.name}: {finding}" for point in points for finding in point.findings]
     if notes:
         body.append("<h2>Checks</h2><ul>" + "".join(f"<li>{html.escape(note)}</li>" for note in notes) + "</ul>")
@@ -42,13 +41,7 @@ def _about(point: DataPoint) -> str:
     return f"{words}. {description}" if description else f"{words}."
 
 
-def metrics_table(
-    points: Sequence[DataPoint],
-    metrics: Sequence[Sequence[Metric]],
-    definitions: dict[str, str],
-    *,
-    against: bool = False,
-) -> str:
+def metrics_table(points: Sequence[DataPoint], metrics: Sequence[Sequence[Metric]], *, against: bool = False) -> str:
     """A table of some metrics, with unit and definition."""
     names = "".join(
         f'<th class="n">{html.escape(point.name)}<br><small>{point.source}</small></th>' for point in points
@@ -60,7 +53,7 @@ def metrics_table(
         if against:
             first, last = row[0].value, row[-1].value
             cells += f'<td class="n">{first / last:.3f}x</td>' if first is not None and last else '<td class="n">–</td>'
-        why = html.escape(definitions[row[0].name])
+        why = html.escape(row[0].definition)
         reasons = dict.fromkeys(metric.reason for metric in row if metric.value is None)
         why += "".join(f"<br>No value: {html.escape(reason)}." for reason in reasons)
         lines.append(f'<tr><td>{row[0].name}</td>{cells}<td class="why">{why}</td></tr>')

@@ -42,6 +42,7 @@ TRAITS: dict[str, tuple[int, str]] = {
 """By trait: its bit, and the words in a kernel's name. CCL-Bench's metrics each have their own list."""
 BIT = {name: bit for name, (bit, _) in TRAITS.items()}
 _PATTERNS = [(bit, re.compile(words, re.IGNORECASE)) for bit, words in TRAITS.values()]
+_RANK_FILE = re.compile(r"(?:rank(\d{1,9})_trace|kineto_trace_(\d{1,9}))\.json(?:\.gz)?$")
 _STEP = re.compile(r"ProfilerStep#(\d{1,18})$")
 _SGLANG = re.compile(r"\brun_batch\b")
 _INSIDE_DEVICE = re.compile(r"Memset|Memcpy DtoD", re.IGNORECASE)
@@ -135,8 +136,14 @@ class RankTrace:
         return _whole(_dict(self.info.get("distributedInfo")).get("world_size"))
 
     @property
-    def rank(self) -> int | None:
+    def stated_rank(self) -> int | None:
         return _whole(_dict(self.info.get("distributedInfo")).get("rank"))
+
+
+def rank_of(path: Path) -> int | None:
+    """The rank in a file's name."""
+    match = _RANK_FILE.match(path.name)
+    return None if match is None else int(match[1] or match[2])
 
 
 def read_rank(path: Path, *, salvage: bool = False) -> RankTrace:

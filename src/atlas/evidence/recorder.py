@@ -50,5 +50,5 @@ def require_same(job: Job, num_pipelines: int, program: Program, run: object, jo
     theirs = (program.num_pipelines, program.num_stages, program.num_microbatches)
     if mine != theirs:
         names = ("pipelines", "stages", "microbatches")
-        words = [f"{a} {name} and {b}" for name, a, b in zip(names, mine, theirs, strict=True) if a != b]
+        words = [f"{a} {name} instead of {b}" for name, a, b in zip(names, mine, theirs, strict=True) if a != b]
         raise AtlasError(f"{job_file} is not the job of {run}: {', '.join(words)}. Name the plan that ran")

@@ -8,9 +8,7 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
-from atlas.evidence.metric import CCL_DEFINITIONS
 from atlas.evidence.one_step import middle_iteration
-from atlas.evidence.own import OWN_DEFINITIONS
 from atlas.evidence.page import STYLE as TABLE_STYLE
 from atlas.evidence.page import metrics_table
 from atlas.evidence.run_summary import PARTS, RunFigure, RunSummary
@@ -62,7 +60,7 @@ def verdict(runs: Sequence[RunSummary]) -> str:
     if not timed:
         return "No run has a step time."
     seconds, best = min(timed, key=lambda pair: pair[0] or 0.0)
-    rate = best.figures.get("tokens per second", RunFigure("")).value
+    rate = best.figures.get("tokens per second", RunFigure()).value
     words = f"{best.name}: {_number(seconds)} s an iteration ({best.source})"
     words += f", {rate:,.0f} tokens/s" if rate else ""
     largest = max(((share, part) for part, share in best.shares.items() if part != PARTS[0]), default=None)
@@ -72,7 +70,7 @@ def verdict(runs: Sequence[RunSummary]) -> str:
         words += f", and the largest loss is {largest[1]} ({100 * largest[0]:.0f} %)"
     if len(timed) > 1 and len({run.workload for _, run in timed}) > 1:
         others = [f"{run.name}: {_number(other)} s ({run.source})" for other, run in timed if run is not best]
-        words += f". Of other workloads, so not to be compared: {', '.join(others)}"
+        words += f". Not comparable, because they are other workloads: {', '.join(others)}"
     elif len(timed) > 1:
         others = [
             f"{(other or 0.0) / (seconds or 1.0):.2f}x over {run.name} ({run.source})"
@@ -87,7 +85,7 @@ def _figures(runs: Sequence[RunSummary]) -> str:
     heads = "".join(f'<th class="n">{_text(run.name)}<br>{_badge(run.source)}</th>' for run in runs)
     lines = [f"<tr><td></td>{heads}</tr>"]
     for label in dict.fromkeys(label for run in runs for label in run.figures):
-        row = [run.figures.get(label, RunFigure(label)) for run in runs]
+        row = [run.figures.get(label, RunFigure()) for run in runs]
         if all(figure.value is None for figure in row):
             continue
         best = _best(row) if len({(run.source, run.workload) for run in runs}) == 1 else None
@@ -176,8 +174,8 @@ def _metrics(runs: Sequence[RunSummary]) -> str:
     points = [run.point for run in runs if run.point is not None]
     if not points:
         return ""
-    own = metrics_table(points, [point.own for point in points], OWN_DEFINITIONS)
-    ccl = metrics_table(points, [point.ccl for point in points], CCL_DEFINITIONS)
+    own = metrics_table(points, [point.own for point in points])
+    ccl = metrics_table(points, [point.ccl for point in points])
     return f"<h2>Atlas's metrics</h2>{own}<h2>CCL-Bench's metrics, by its definitions</h2>{ccl}"
 
 

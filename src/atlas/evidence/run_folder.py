@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,8 @@ class RunFiles:
     timeline: Path | None
     job: Path | None = None
     log: Path | None = None
-    record: dict[str, Any] | None = None
-    """`run.json`: attempts, reasons, hosts, checkpoints, goodput."""
+    record: dict[str, Any] = field(default_factory=dict)
+    """`run.json`, if there is one: attempts, reasons, hosts, checkpoints, goodput."""
 
     def require_timeline(self, source: Path) -> Path:
         """Raise AtlasError where the run left none."""
@@ -33,7 +33,7 @@ class RunFiles:
 
     @property
     def command(self) -> list[str]:
-        words = (self.record or {}).get("command")
+        words = self.record.get("command")
         return [str(word) for word in words] if isinstance(words, list) else []
 
 
@@ -45,9 +45,10 @@ def find_run(source: Path) -> RunFiles:
         raise AtlasError(f"{source}: there is no such file or folder. Name a timeline file or the folder of a run")
     record = _record(source / RECORD)
     timeline = _first(source, TIMELINES, "*.timeline")
-    if timeline is None and record is None:
+    if timeline is None and not record:
         raise AtlasError(
-            f"{source}: has neither {RECORD} nor a timeline ({', '.join(TIMELINES)}): not the folder of a run"
+            f"{source}: has neither {RECORD} nor a timeline ({', '.join(TIMELINES)}): not the folder of a run. "
+            "Name another folder, or a timeline file"
         )
     return RunFiles(timeline, _first(source, PLANS), _first(source, LOGS, "*.jsonl"), record)
 
@@ -62,11 +63,11 @@ def _first(folder: Path, names: tuple[str, ...], pattern: str = "") -> Path | No
     return None
 
 
-def _record(path: Path) -> dict[str, Any] | None:
+def _record(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        return None
+        return {}
     try:
         data = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise AtlasError(f"{path}: cannot be read as JSON ({error}). Remove it, or name the timeline file") from error
-    return data if isinstance(data, dict) else None
+    return data if isinstance(data, dict) else {}

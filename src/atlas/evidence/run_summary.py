@@ -6,18 +6,17 @@ summary or several side by side.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from atlas.errors import AtlasError
-from atlas.evidence.card import Card
+from atlas.evidence.card import DEGREES, Card
 from atlas.evidence.data_point import DataPoint, find_data_point, read_data_point
 from atlas.evidence.run_folder import RunFiles, find_run
 from atlas.ir.analysis import summary
-from atlas.ir.store import load_timeline
+from atlas.ir.store import json_record, load_timeline
 from atlas.ir.timeline import Timeline
 
 MAX_LOG_STEPS = 100_000
@@ -30,7 +29,6 @@ PARTS = ("computing", "waiting for the WAN", "waiting for a peer", "gradient syn
 class RunFigure:
     """One figure of a run."""
 
-    label: str
     value: float | None = None
     unit: str = ""
     better: str = ""
@@ -44,6 +42,7 @@ class RunSummary:
     name: str
     source: str
     figures: dict[str, RunFigure]
+    """By label."""
     shares: dict[str, float]
     """By part of `PARTS`: share of all workers' time."""
     workload: str = ""
@@ -80,27 +79,27 @@ def _is_data_point(folder: Path) -> bool:
 def _of_run(source: Path, files: RunFiles) -> RunSummary:
     timeline = None if files.timeline is None else load_timeline(files.timeline)
     steps = read_steps(files.log) if files.log is not None else []
-    name = str((files.record or {}).get("name") or (source.name if source.is_dir() else source.stem))
+    name = str(files.record.get("name") or (source.name if source.is_dir() else source.stem))
     measured = _mean_step_s(steps)
-    figures = [
-        RunFigure("iteration", measured if timeline is None else timeline.iteration_ns / 1e9, "s", better="low"),
-        RunFigure("predicted iteration", _last(steps, "predicted_s"), "s"),
-        RunFigure("tokens per second", _tokens_per_s(steps), "tok/s", better="high"),
-        RunFigure("loss, last step", _last(steps, "loss")),
-        RunFigure("steps reported", float(len(steps)) if steps else None),
-        *_record_figures(files.record),
-    ]
+    figures = {
+        "iteration": RunFigure(measured if timeline is None else timeline.iteration_ns / 1e9, "s", better="low"),
+        "predicted iteration": RunFigure(_last(steps, "predicted_s"), "s"),
+        "tokens per second": RunFigure(_tokens_per_s(steps), "tok/s", better="high"),
+        "loss, last step": RunFigure(_last(steps, "loss")),
+        "steps reported": RunFigure(float(len(steps)) if steps else None),
+        **_record_figures(files.record),
+    }
     about = [*([("command", " ".join(files.command))] if files.command else []), *_attempts(files.record)]
     if timeline is None:
-        return RunSummary(name, "run", _by_label(figures), {}, steps=steps, about=about)
+        return RunSummary(name, "run", figures, {}, steps=steps, about=about)
     found, program = summary(timeline), timeline.program
     total_s = timeline.makespan_ns / 1e9 * program.num_workers
     waits = {cause: seconds / total_s if total_s else 0.0 for cause, seconds in found["bubbles_s"].items()}
-    figures += [
-        RunFigure("accelerators busy", 100 * found["utilization"], "%", better="high"),
-        RunFigure("busiest WAN link", 100 * max(found["links"].values(), default=0.0), "%"),
-        RunFigure("workers", float(found["num_workers"])),
-    ]
+    figures |= {
+        "accelerators busy": RunFigure(100 * found["utilization"], "%", better="high"),
+        "busiest WAN link": RunFigure(100 * max(found["links"].values(), default=0.0), "%"),
+        "workers": RunFigure(float(found["num_workers"])),
+    }
     shares = dict(zip(PARTS, (found["utilization"], waits["wan"], waits["peer"], waits["sync"]), strict=False))
     shares["fill and drain"] = waits["fill"] + waits["drain"]
     slower, trained = timeline.meta.get("slower", 1), timeline.meta.get("trained", "")
@@ -110,7 +109,7 @@ def _of_run(source: Path, files: RunFiles) -> RunSummary:
     return RunSummary(
         f"{timeline.meta.get('job') or name} ({program.name})",
         timeline.source,
-        _by_label(figures),
+        figures,
         shares,
         workload=shape,
         timeline=timeline,
@@ -132,11 +131,8 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
     try:
         with path.open("rb") as file:
             for line in file:
-                try:
-                    record = json.loads(line)
-                except ValueError:
-                    continue
-                if isinstance(record, dict) and isinstance(record.get("step"), int):
+                record = json_record(line)
+                if isinstance(record.get("step"), int):
                     found.append(record)
                     if len(found) > 2 * MAX_LOG_STEPS:
                         del found[:MAX_LOG_STEPS]
@@ -163,19 +159,19 @@ def _mean_step_s(steps: list[dict[str, Any]]) -> float | None:
     return sum(half) / len(half) if half else None
 
 
-def _record_figures(record: dict[str, Any] | None) -> list[RunFigure]:
+def _record_figures(record: dict[str, Any]) -> dict[str, RunFigure]:
     """Of `run.json`: steps that were kept, of those done, and per second of wall time, restarts included."""
-    kept, done = ((record or {}).get(key) for key in ("steps_kept", "steps_done"))
-    rate = (record or {}).get("goodput_steps_per_s")
+    kept, done, rate = (record.get(key) for key in ("steps_kept", "steps_done", "goodput_steps_per_s"))
     share = 100 * kept / done if isinstance(kept, int) and isinstance(done, int) and done > 0 else None
-    return [
-        RunFigure("steps kept, of those done", share, "%", better="high"),
-        RunFigure("goodput", float(rate) if isinstance(rate, int | float) else None, "steps/s", better="high"),
-    ]
+    goodput = float(rate) if isinstance(rate, int | float) else None
+    return {
+        "steps kept, of those done": RunFigure(share, "%", better="high"),
+        "goodput": RunFigure(goodput, "steps/s", better="high"),
+    }
 
 
-def _attempts(record: dict[str, Any] | None) -> list[tuple[str, str]]:
-    attempts = (record or {}).get("attempts")
+def _attempts(record: dict[str, Any]) -> list[tuple[str, str]]:
+    attempts = record.get("attempts")
     if not isinstance(attempts, list):
         return []
     reasons = [str(one.get("reason", "")) for one in attempts if isinstance(one, dict) and one.get("reason")]
@@ -185,19 +181,20 @@ def _attempts(record: dict[str, Any] | None) -> list[tuple[str, str]]:
 # ---- a data point --------------------------------------------------------------------------------------------------
 def _of_point(point: DataPoint) -> RunSummary:
     card, step_s = point.found.card, point.value("step_time")
-    figures = [
-        RunFigure("iteration", point.value("avg_step_time") or step_s, "s", better="low"),
-        RunFigure("tokens per second", point.value("tokens_per_s"), "tok/s", better="high"),
-        RunFigure("model FLOPs utilization", point.value("flops_utilization"), "%", better="high"),
-        RunFigure("accelerators busy", _percent(point.value("compute_time"), step_s), "%", better="high"),
-        RunFigure("exposed communication", point.value("exposed_communication_fraction"), "%", better="low"),
-        RunFigure("compute of ranks, largest / smallest", point.value("compute_imbalance_ratio"), "", better="low"),
-        RunFigure("traces", float(len(point.ranks))),
-    ]
+    busy_s = point.value("compute_time")
+    figures = {
+        "iteration": RunFigure(point.value("avg_step_time") or step_s, "s", better="low"),
+        "tokens per second": RunFigure(point.value("tokens_per_s"), "tok/s", better="high"),
+        "model FLOPs utilization": RunFigure(point.value("flops_utilization"), "%", better="high"),
+        "accelerators busy": RunFigure(100 * busy_s / step_s if busy_s is not None and step_s else None, "%", "high"),
+        "exposed communication": RunFigure(point.value("exposed_communication_fraction"), "%", better="low"),
+        "compute of ranks, largest / smallest": RunFigure(point.value("compute_imbalance_ratio"), better="low"),
+        "traces": RunFigure(float(len(point.ranks))),
+    }
     return RunSummary(
         name=point.name,
         source=point.source,
-        figures=_by_label(figures),
+        figures=figures,
         shares=_point_shares(point, step_s),
         workload="" if card is None else f"{card.text('workload.model.model_family')}, {card.tokens:.0f} tokens",
         point=point,
@@ -224,7 +221,6 @@ def _point_shares(point: DataPoint, step_s: float | None) -> dict[str, float]:
 
 
 def _card_words(card: Card) -> list[tuple[str, str]]:
-    degrees = ("dp_replicate", "dp_shard", "tp", "pp", "cp", "ep")
     places = card.get("workload.hardware.datacenters")
     names = [str(place.get("name")) for place in places if isinstance(place, dict)] if isinstance(places, list) else []
     words = {
@@ -234,17 +230,9 @@ def _card_words(card: Card) -> list[tuple[str, str]]:
         "hardware": f"{card.num_devices:.0f} x {card.text('workload.hardware.xpu_spec.model') or '?'}",
         "datacenters": ", ".join(names),
         "parallelism": ", ".join(
-            f"{name} {value}" for name in degrees if (value := card.degree(name)) not in (None, 1)
+            f"{name} {value}" for name in (*DEGREES, "ep") if (value := card.degree(name)) not in (None, 1)
         ),
         "framework": card.text("Model-executor.framework.name") or "",
         "schedule": card.text("atlas.schedule") or "",
     }
     return [(key, value) for key, value in words.items() if value]
-
-
-def _percent(part: float | None, whole: float | None) -> float | None:
-    return None if part is None or not whole else 100 * part / whole
-
-
-def _by_label(figures: list[RunFigure]) -> dict[str, RunFigure]:
-    return {figure.label: figure for figure in figures}

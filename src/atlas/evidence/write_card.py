@@ -11,7 +11,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from atlas import __version__
 from atlas.cost.arrange import Arrangement
 from atlas.cost.compute import embedding_params, model_params
 from atlas.errors import AtlasError
-from atlas.evidence.card import lacking_keys
 from atlas.evidence.data_point import DataPoint, read_data_point
 from atlas.evidence.write_trace import PRECISION, Sizes, write_traces
 from atlas.ir.replace import write_whole
@@ -55,9 +54,6 @@ class RunFacts:
     """Every duration was multiplied by this."""
     contributor: str = ""
     contact: str = ""
-    description: str = ""
-    files: dict[str, bytes] = field(default_factory=dict)
-    """Other launch files, by name."""
 
 
 def require_new(folder: Path) -> None:
@@ -78,8 +74,6 @@ def write_data_point(
             "num_traces": len(list(folder.glob("rank*_trace.json"))),
             "traced": "the workers of this host, each with torch.profiler",
         }
-    lacking = lacking_keys(card)
-    assert not lacking, f"the card lacks {lacking}"
     try:
         (folder / LAUNCH).mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -118,7 +112,7 @@ def card_of(timeline: Timeline, job: Job, arrangement: Arrangement, facts: RunFa
     what = f"{job.name}: {model.family} of {params / 1e9:.3g}B parameters over {_places(job, arrangement)}"
     return {
         "version": 1,
-        "description": facts.description or f"{what}, schedule {facts.schedule}. Times are {timeline.source}{slowed}.",
+        "description": f"{what}, schedule {facts.schedule}. Times are {timeline.source}{slowed}.",
         "hf_url": "",
         "trace_url": "",
         "contributor": facts.contributor,
@@ -253,8 +247,6 @@ def _write_launch(folder: Path, job: Job, facts: RunFacts) -> None:
     if facts.plan_text:
         write_whole(folder / "plan.yaml", facts.plan_text.encode())
     write_whole(folder / "environment.txt", environment_text().encode())
-    for name, content in facts.files.items():
-        write_whole(folder / name, content)
 
 
 def environment_text() -> str:

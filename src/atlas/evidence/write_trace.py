@@ -71,11 +71,9 @@ def write_traces(folder: Path, timeline: Timeline, sizes: Sizes) -> list[Path]:
 def step_ends_ns(timeline: Timeline) -> np.ndarray:
     """[worker, iteration]: the end of a worker's last op of an iteration, from the run's start."""
     program = timeline.program
-    slot = program.microbatch.astype(np.int64)
-    iteration = np.where(program.kind <= Kind.W, slot // program.num_microbatches, slot)
     training = program.kind != Kind.P
     ends = np.zeros((program.num_workers, program.num_iterations), np.int64)
-    at = (program.op_worker[training], iteration[training])
+    at = (program.op_worker[training], program.op_iteration[training])
     np.maximum.at(ends, at, timeline.op_end_ns[training] - int(timeline.op_start_ns.min()))
     return np.asarray(np.maximum.accumulate(ends, axis=1), np.int64)
 

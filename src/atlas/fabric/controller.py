@@ -137,7 +137,9 @@ class Controller:
                 await switch.apply(change.circuits)
                 missing = set(change.circuits) - await switch.circuits()
         except TimeoutError:
-            raise SwitchError(f"the switch was late: nothing settled within {self.deadline_s:g} s") from None
+            raise SwitchError(
+                f"the switch was late: the circuits were not ready within {self.deadline_s:g} s"
+            ) from None
         if missing:
             raise SwitchError(f"the switch acknowledged {len(missing)} circuits that it does not have")
         self.num_changes += 1

@@ -21,17 +21,17 @@ from atlas.fabric.switch import SwitchError, merged, require_one_to_one
 RESOURCE = "atlas-ocs:cross-connects"
 MEDIA_TYPE = "application/yang-data+json"
 MOST_BYTES = 16 << 20
+TIMEOUT_S, POLL_S = 5.0, 0.01
 
 
 class RestconfSwitch:
-    """`root` is the RESTCONF root, such as http://switch/restconf; `headers` may hold credentials."""
+    """`root` is the RESTCONF root, such as http://switch/restconf."""
 
-    def __init__(self, root: str, *, timeout_s: float = 5.0, poll_s: float = 0.01, **headers: str) -> None:
+    def __init__(self, root: str) -> None:
         parts = urlsplit(root)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise SwitchError(f"{root!r} is not an address of a switch: write http://HOST/restconf")
-        self.root, self._parts, self._headers = root, parts, headers
-        self._timeout_s, self._poll_s = timeout_s, poll_s
+        self.root, self._parts = root, parts
         self._wanted: set[Circuit] = set()
         self._writing = asyncio.Lock()
 
@@ -42,7 +42,7 @@ class RestconfSwitch:
             rows = [{"name": f"{a}--{b}", "a": a, "b": b} for a, b in sorted(self._wanted)]
             await asyncio.to_thread(self._request, "PUT", {RESOURCE: {"cross-connect": rows}})
         while not set(circuits) <= await self.circuits():
-            await asyncio.sleep(self._poll_s)
+            await asyncio.sleep(POLL_S)
 
     async def circuits(self) -> set[Circuit]:
         found = await asyncio.to_thread(self._request, "GET", None)
@@ -54,8 +54,8 @@ class RestconfSwitch:
 
     def _request(self, method: str, body: Any) -> Any:
         kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
-        connection = kind(self._parts.hostname or "", self._parts.port, timeout=self._timeout_s)
-        headers = {"Accept": MEDIA_TYPE, "Content-Type": MEDIA_TYPE, **self._headers}
+        connection = kind(self._parts.hostname or "", self._parts.port, timeout=TIMEOUT_S)
+        headers = {"Accept": MEDIA_TYPE, "Content-Type": MEDIA_TYPE}
         try:
             text = None if body is None else json.dumps(body)
             connection.request(method, f"{self._parts.path.rstrip('/')}/data/{RESOURCE}", text, headers)

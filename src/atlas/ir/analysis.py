@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atlas.ir.circuit_waits import circuit_waits
-from atlas.ir.program import COLLECTIVES, Ints, Kind, Program
+from atlas.ir.program import COLLECTIVES, Ints, Kind
 from atlas.ir.timeline import Timeline, computed_once
 
 
@@ -151,15 +151,6 @@ def lay_out(timeline: Timeline) -> Laid:
     return Laid(order, first, free, np.maximum(start, free), np.maximum(end, free))
 
 
-def input_transfer(program: Program) -> Ints:
-    """By op: the transfer that it needs to start, or -1."""
-    table = np.full(program.num_ops, -1, np.int64)
-    dst = program.transfer_dst
-    known = np.flatnonzero((dst >= 0) & (program.transfer_src >= 0))
-    table[dst[known]] = known
-    return table
-
-
 @computed_once
 def bubbles(timeline: Timeline) -> Bubbles:
     """Every span in which a worker's accelerator has nothing to do, and why.
@@ -223,7 +214,7 @@ def _awaited(worker: Ints, kind: NDArray[np.int8], first: NDArray[np.bool_]) -> 
 
 def _wan_wait(timeline: Timeline, laid: Laid, awaited: Ints, splittable: NDArray[np.bool_]) -> tuple[Ints, Ints]:
     """By op: start and end of its wait for the WAN; both are the op's start if there is none."""
-    transfer = input_transfer(timeline.program)[laid.order[awaited]]
+    transfer = timeline.program.op_input[laid.order[awaited]]
     wan = np.flatnonzero(splittable & (transfer >= 0))
     wan = wan[timeline.program.transfer_crosses[transfer[wan]]]
     ready, arrive = laid.start_ns.copy(), laid.start_ns.copy()
@@ -263,7 +254,7 @@ def critical_path(timeline: Timeline) -> list[Segment]:
     program, end = timeline.program, timeline.op_end_ns
     if not program.num_ops:
         return []
-    previous, transfers = _previous(timeline), input_transfer(program)
+    previous, transfers = _previous(timeline), program.op_input
     path: list[Segment] = []
     run_start = timeline.start_ns
     now, op, seen = int(end.max()), int(end.argmax()), set[int]()
@@ -353,7 +344,7 @@ def verdict(timelines: Sequence[Timeline]) -> str:
         parts = [f"{_name(one)} {one.source} {_seconds(one)}" for one in timelines]
         last = timelines[-1]
         off = first.iteration_ns / last.iteration_ns - 1 if last.iteration_ns else 0.0
-        tail = f": the first is off the second by {off:+.1%}" if len(timelines) == 2 else ""
+        tail = f": the first differs from the second by {off:+.1%}" if len(timelines) == 2 else ""
         return f"{', '.join(parts)}{tail}."
     if len(timelines) == 1 or not first.iteration_ns:
         return f"{_name(first)}: {_seconds(first)} an iteration ({first.source}){_varies(first)}; {_spent(first)}."

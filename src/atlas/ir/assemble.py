@@ -29,7 +29,6 @@ def assemble(
     turn: Ints | None = None,
     memory: Memory | None = None,
     num_iterations: int = 1,
-    recompute_on_arrival: bool = False,
 ) -> Program:
     """Makes a Program from one list of ops per worker, or per rank if every pipeline does the same.
 
@@ -64,7 +63,6 @@ def assemble(
         microbatch=flat[:, 2].astype(np.int32),
         turn=turn,
         sharing=sharing,
-        recompute_on_arrival=recompute_on_arrival,
         memory=memory,
     )
 
@@ -210,7 +208,8 @@ def _require_local_order(program: Program) -> None:
 
 # ---- no worker waits in a cycle ----------------------------------------------------------------------------
 def _require_no_cycle(program: Program) -> None:
-    sources, groups = _sources(program), _groups(program)
+    senders, groups = program.transfer_src.tolist(), program.op_groups().tolist()
+    sources = [senders[transfer] if transfer >= 0 else -1 for transfer in program.op_input.tolist()]
     done, at = _executed(program, sources, groups)
     if all(done):
         return
@@ -219,7 +218,7 @@ def _require_no_cycle(program: Program) -> None:
         """What an op waits for that is not done: the sender of its input, or a worker that has not joined it."""
         if (source := sources[i]) >= 0 and not done[source]:
             return source
-        return next(j for j, number in groups.items() if number == groups[i] and at[worker[j]] != j)
+        return next(j for j, number in enumerate(groups) if number == groups[i] and at[worker[j]] != j)
 
     worker = program.op_worker.tolist()
     i, path = at[worker[done.index(False)]], list[int]()
@@ -231,19 +230,11 @@ def _require_no_cycle(program: Program) -> None:
     raise _fault(program, f"deadlock: {chain}. Change the order of one of these workers")
 
 
-def _sources(program: Program) -> list[int]:
-    """By op: the op that sends its input, or -1."""
-    source = np.full(program.num_ops, -1, np.int64)
-    source[program.transfer_dst] = program.transfer_src
-    found: list[int] = source.tolist()
-    return found
-
-
-def _executed(program: Program, sources: list[int], groups: dict[int, int]) -> tuple[list[bool], list[int]]:
+def _executed(program: Program, sources: list[int], groups: list[int]) -> tuple[list[bool], list[int]]:
     """By op: whether it can be done; and by worker: the op at which it waits forever, or the end of its ops. Every
     worker continues until it waits for another."""
     ends, at = program.worker_ptr[1:].tolist(), program.worker_ptr[:-1].tolist()
-    missing = Counter(groups.values())
+    missing = Counter(groups)
     done, waiting = [False] * program.num_ops, dict[int, list[int]]()  # by op, or ~group: workers that wait for it
     ready = list(range(program.num_workers))
     while ready:
@@ -253,7 +244,7 @@ def _executed(program: Program, sources: list[int], groups: dict[int, int]) -> t
             if (needed := sources[i]) >= 0 and not done[needed]:
                 waiting.setdefault(needed, []).append(worker)
                 break
-            if (number := groups.get(i)) is not None and not done[i]:
+            if (number := groups[i]) >= 0 and not done[i]:
                 missing[number] -= 1
                 waiting.setdefault(~number, []).append(worker)
                 if missing[number]:
@@ -268,18 +259,6 @@ def _executed(program: Program, sources: list[int], groups: dict[int, int]) -> t
             i += 1
         at[worker] = i
     return done, at
-
-
-def _groups(program: Program) -> dict[int, int]:
-    """By op that is part of a collective: a number for all parts of one."""
-    found = np.flatnonzero(np.isin(program.kind, np.array(COLLECTIVES, np.int8)))
-    kinds, stages = program.kind[found].tolist(), program.stage[found].tolist()
-    numbers: dict[tuple[int, int, int], int] = {}
-    parts = zip(found.tolist(), kinds, stages, program.microbatch[found].tolist(), strict=True)
-    return {
-        i: numbers.setdefault((kind, stage if kind == Kind.SYNC else -1, iteration), len(numbers))
-        for i, kind, stage, iteration in parts
-    }
 
 
 # ---- memory ------------------------------------------------------------------------------------------------

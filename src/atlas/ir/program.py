@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cache, cached_property
@@ -127,8 +128,6 @@ class Program:
     """By transfer: the smallest is served first where transfers share a link."""
     sharing: bool = False
     """Whether the pipelines take turns on the WAN with the capacity of all their nodes (Atlas)."""
-    recompute_on_arrival: bool = False
-    """Whether a recompute waits for its gradient, as in Varuna's own simulator."""
     memory: Memory | None = None
 
     # ---- sizes -------------------------------------------------------------------------------------------
@@ -179,6 +178,24 @@ class Program:
         """The worker of each op."""
         return np.repeat(np.arange(self.num_workers), np.diff(self.worker_ptr))
 
+    @cached_property
+    def op_iteration(self) -> Ints:
+        """The iteration of each op."""
+        return np.where(self.kind <= Kind.W, self.microbatch // self.num_microbatches, self.microbatch).astype(np.int64)
+
+    def op_groups(self, by_stage: Sequence[Kind] = (Kind.SYNC,)) -> Ints:
+        """The collective that each op takes part in, or -1. Those of `by_stage` join the same stage of every pipeline,
+        NORM joins all workers; each once per iteration."""
+        key, stages = np.full(self.num_ops, -1, np.int64), self.num_stages
+        for number, kind in enumerate(by_stage):
+            mine = self.kind == kind
+            key[mine] = (self.microbatch[mine] * 2 + number) * (stages + 1) + self.stage[mine]
+        norm = self.kind == Kind.NORM
+        key[norm] = self.microbatch[norm] * 2 * (stages + 1) + stages
+        members = key >= 0
+        _, key[members] = np.unique(key[members], return_inverse=True)
+        return key
+
     def op(self, index: int) -> Op:
         return Op(Kind(int(self.kind[index])), int(self.stage[index]), int(self.microbatch[index]))
 
@@ -213,11 +230,15 @@ class Program:
     @cached_property
     def transfer_dst(self) -> Ints:
         """The op that cannot start before a transfer has arrived, or -1."""
-        gradient = self._backward[:, :-1]
-        if self.recompute_on_arrival:
-            recompute = self.op_index[Kind.R][:, :-1]
-            gradient = np.where(recompute >= 0, recompute, gradient)
-        return np.concatenate([self.op_index[Kind.F][:, 1:].ravel(), gradient.ravel()])
+        return np.concatenate([self.op_index[Kind.F][:, 1:].ravel(), self._backward[:, :-1].ravel()])
+
+    @cached_property
+    def op_input(self) -> Ints:
+        """The transfer that each op needs to start, or -1."""
+        found = np.full(self.num_ops, -1, np.int64)
+        known = np.flatnonzero((self.transfer_dst >= 0) & (self.transfer_src >= 0))
+        found[self.transfer_dst[known]] = known
+        return found
 
     @property
     def transfer_shape(self) -> tuple[int, int, int, int]:

@@ -104,6 +104,7 @@ def _check_version(path: object, header: Any) -> None:
 
 def _timeline(header: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> Timeline:
     parts: dict[str, Any] = dict(header["program"])
+    parts.pop("recompute_on_arrival", None)  # of earlier versions, which wrote no other value than false
     parts["name"] = str(parts["name"])
     parts["stage_rank"] = tuple(int(rank) for rank in parts["stage_rank"])
     parts["rank_dc"] = tuple(str(dc) for dc in parts["rank_dc"])
@@ -154,7 +155,7 @@ def _problem(timeline: Timeline) -> str | None:
     if len(program.stage_rank) != program.num_stages or any(
         not 0 <= rank < program.num_ranks for rank in program.stage_rank
     ):
-        return "its stages and its workers disagree"
+        return "its stages do not match its workers"
     return None
 
 
@@ -251,7 +252,7 @@ def load_journal(path: str | os.PathLike[str], last: int = LAST_STEPS) -> Timeli
             journal.feed(line)
     found = journal.timeline()
     if found is None:
-        raise AtlasError(f"{path}: not a journal, or the run ended before its first step. Run it again")
+        raise AtlasError(f"{path}: not the timeline of a run, or the run ended before its first step. Run it again")
     return found
 
 
@@ -266,7 +267,7 @@ class JournalTail:
 
     def feed(self, line: bytes) -> None:
         """The next line. A partial one is ignored."""
-        record = _record(line)
+        record = json_record(line)
         if record.get("format") == JOURNAL_FORMAT:
             self._head, self._program = record, None
             self._steps.clear()
@@ -281,7 +282,8 @@ class JournalTail:
             return None
         if head.get("version") != JOURNAL_VERSION:
             raise AtlasError(
-                f"{self.path}: journal version {head.get('version')!r}, but this atlas reads {JOURNAL_VERSION}: upgrade"
+                f"{self.path}: timeline of a run, version {head.get('version')!r}, but this atlas reads version "
+                f"{JOURNAL_VERSION}: open it with the atlas that wrote it, or upgrade"
             )
         try:
             if self._program is None:
@@ -290,11 +292,12 @@ class JournalTail:
             return joined([_pass(program, head, record) for record in steps])
         except (KeyError, TypeError, ValueError, zlib.error, ProgramError) as error:
             raise AtlasError(
-                f"{self.path}: not a complete journal: {type(error).__name__}: {error}. Run it again"
+                f"{self.path}: not a complete timeline of a run: {type(error).__name__}: {error}. Run it again"
             ) from error
 
 
-def _record(line: bytes) -> dict[str, Any]:
+def json_record(line: bytes) -> dict[str, Any]:
+    """A JSON object, or an empty one where the line is not complete."""
     try:
         record = json.loads(line)
     except ValueError:

@@ -52,7 +52,7 @@ def to_text(program: Program) -> str:
             last += 1
         pipelines = f"p{first}" if last == first else f"p{first}-p{last}"
         for rank, ops in enumerate(same):
-            actions = with_transfers(ops, program.num_stages, program.stage_rank, program.recompute_on_arrival)
+            actions = with_transfers(ops, program.num_stages, program.stage_rank)
             text = "".join(f" {stage}{kind}{microbatch}" for stage, kind, microbatch in actions)
             lines.append(f"{pipelines}.s{rank} @{quoted(program.rank_dc[rank])}:{text}")
         first = last + 1
@@ -91,9 +91,7 @@ def _header(program: Program) -> list[str]:
     ]
     if program.stage_rank != replace(program.layout, stage_rank=()).stage_rank:
         lines.append(f"stage_rank: {' '.join(map(str, program.stage_rank))}")
-    lines.append(f"sharing: {_yes(program.sharing)}")
-    if program.recompute_on_arrival:
-        lines.append("recompute_on_arrival: yes")
+    lines.append(f"sharing: {'yes' if program.sharing else 'no'}")
     if program.memory is not None:
         taken, given = _by_kind(program.memory.acquire), _by_kind(program.memory.release)
         lines.append(f"memory: {program.memory.cap} acquire{taken} release{given}")
@@ -113,20 +111,16 @@ def _turn_lines(program: Program) -> list[str]:
     return lines
 
 
-def with_transfers(
-    ops: Sequence[Op], num_stages: int, stage_rank: Sequence[int], recompute_on_arrival: bool
-) -> list[Action]:
+def with_transfers(ops: Sequence[Op], num_stages: int, stage_rank: Sequence[int]) -> list[Action]:
     """A worker's ops with the sends and receives that they imply. Stages on the same worker need neither."""
-    recomputed = {op[1:] for op in ops if op.kind == Kind.R} if recompute_on_arrival else set()
     from_left = [s > 0 and stage_rank[s - 1] != stage_rank[s] for s in range(num_stages)]
     from_right = [s + 1 < num_stages and stage_rank[s + 1] != stage_rank[s] for s in range(num_stages)]
     actions: list[Action] = []
     for kind, stage, microbatch in ops:
         backward = kind in BACKWARDS
-        takes_gradient = kind == Kind.R if (stage, microbatch) in recomputed else backward
         if kind == Kind.F and from_left[stage]:
             actions.append((stage, "RECV_F", microbatch))
-        if takes_gradient and from_right[stage]:
+        if backward and from_right[stage]:
             actions.append((stage, "RECV_B", microbatch))
         actions.append((stage, kind.name, microbatch))
         if kind == Kind.F and from_right[stage]:
@@ -141,10 +135,6 @@ def quoted(name: str) -> str:
     return name if re.fullmatch(PLAIN, name) else json.dumps(name)
 
 
-def _yes(flag: bool) -> str:
-    return "yes" if flag else "no"
-
-
 def _by_kind(amounts: Sequence[int]) -> str:
     return "".join(f" {Kind(k).name}={amount}" for k, amount in enumerate(amounts) if amount)
 
@@ -153,7 +143,7 @@ MAX_TRANSFERS, MAX_WORKERS = 1 << 28, 1 << 20
 """A header with more than this is a typing error."""
 
 _REQUIRED = ("name", "pipelines", "stages", "microbatches", "datacenters")
-_KEYS = (*_REQUIRED, "iterations", "stage_rank", "sharing", "recompute_on_arrival", "memory")
+_KEYS = (*_REQUIRED, "iterations", "stage_rank", "sharing", "memory")
 _TOKEN = rf'"(?:[^"\\]|\\.)*"|{PLAIN}'
 _WORKER = re.compile(rf"p(\d{{1,9}})(?:-p(\d{{1,9}}))?\.s(\d{{1,9}}) +@({_TOKEN}) *:(.*)")
 _TURN = re.compile(r"turn +p(\d{1,9}) +(\d{1,9})SEND_([FB]) *:(.*)")
@@ -193,17 +183,15 @@ def from_text(text: str) -> Program:
     name = _names(*draft.header["name"])
     if len(name) != 1:
         raise _wrong(draft.header["name"][0], draft.header["name"][1], 'one name, in "quotes" if it has spaces')
-    arrival = _flag(draft, "recompute_on_arrival")
-    orders = _orders(draft, layout, layout.num_microbatches * iterations, arrival)
+    orders = _orders(draft, layout, layout.num_microbatches * iterations)
     return assemble(
         name[0],
         layout,
         orders,
-        sharing=_flag(draft, "sharing"),
+        sharing=_sharing(*draft.header.get("sharing", (0, "no"))),
         turn=_turns(draft, layout, iterations),
         memory=_memory(*draft.header["memory"]) if "memory" in draft.header else None,
         num_iterations=iterations,
-        recompute_on_arrival=arrival,
     )
 
 
@@ -229,7 +217,7 @@ def _read(text: str) -> _Draft:
     return draft
 
 
-def _orders(draft: _Draft, layout: Layout, num_slots: int, arrival: bool) -> list[list[Op]]:
+def _orders(draft: _Draft, layout: Layout, num_slots: int) -> list[list[Op]]:
     num_workers = layout.num_pipelines * layout.num_ranks
     orders: dict[int, list[Op]] = {}
     for number, match in draft.workers:
@@ -240,7 +228,7 @@ def _orders(draft: _Draft, layout: Layout, num_slots: int, arrival: bool) -> lis
             raise _wrong(number, who, f"{expected}, as the header says")
         if _unquoted(number, match[4]) != layout.rank_dc[rank]:
             raise _wrong(number, f"@{match[4]}", f"@{quoted(layout.rank_dc[rank])}, the header's datacenter of s{rank}")
-        ops = _ops(number, match[5].split(), layout, num_slots, arrival)
+        ops = _ops(number, match[5].split(), layout, num_slots)
         for pipeline in range(first, last + 1):
             if orders.setdefault(pipeline * layout.num_ranks + rank, ops) is not ops:
                 raise _wrong(number, who, f"each worker once; p{pipeline}.s{rank} has a line already")
@@ -250,14 +238,14 @@ def _orders(draft: _Draft, layout: Layout, num_slots: int, arrival: bool) -> lis
     return [orders[w] for w in range(num_workers)]
 
 
-def _ops(number: int, tokens: list[str], layout: Layout, num_slots: int, arrival: bool) -> list[Op]:
+def _ops(number: int, tokens: list[str], layout: Layout, num_slots: int) -> list[Op]:
     actions = [_action(number, token) for token in tokens]
     for token, (stage, _, microbatch) in zip(tokens, actions, strict=True):
         if stage >= layout.num_stages or microbatch >= num_slots:
             raise _wrong(number, token, f"stages 0..{layout.num_stages - 1} and microbatches 0..{num_slots - 1}")
     ops = [Op(Kind[kind], stage, microbatch) for stage, kind, microbatch in actions if kind in Kind.__members__]
     if len(ops) < len(actions):
-        implied = with_transfers(ops, layout.num_stages, layout.stage_rank, arrival)
+        implied = with_transfers(ops, layout.num_stages, layout.stage_rank)
         _require_implied(number, tokens, actions, implied)
     return ops
 
@@ -340,10 +328,9 @@ def _count(draft: _Draft, key: str) -> int:
     return int(value)
 
 
-def _flag(draft: _Draft, key: str) -> bool:
-    number, value = draft.header.get(key, (0, "no"))
+def _sharing(number: int, value: str) -> bool:
     if value not in ("yes", "no"):
-        raise _wrong(number, f"{key}: {value}", "yes or no")
+        raise _wrong(number, f"sharing: {value}", "yes or no")
     return value == "yes"
 
 

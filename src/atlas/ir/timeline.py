@@ -64,11 +64,8 @@ class Timeline:
     @property
     def iteration_ends_ns(self) -> Ints:
         """The end of the last op of each iteration."""
-        per_mb = self.program.kind <= Kind.W
-        slot = self.program.microbatch.astype(np.int64)
-        iteration = np.where(per_mb, slot // self.program.num_microbatches, slot)
         ends = np.zeros(self.program.num_iterations, np.int64)
-        np.maximum.at(ends, iteration, self.op_end_ns)
+        np.maximum.at(ends, self.program.op_iteration, self.op_end_ns)
         return ends
 
     @property
@@ -86,54 +83,41 @@ class Timeline:
 
     def table(self) -> list[dict[str, Any]]:
         """One dict for each op, worker by worker: `pandas.DataFrame(timeline.table())`."""
-        program = self.program
-        names = [(program.worker_name(w), program.worker_dc(w)) for w in range(program.num_workers)]
-        columns = (program.op_worker, program.kind, program.stage, program.microbatch)
-        times = (self.op_start_ns / 1e9, self.op_end_ns / 1e9)
-        return [
-            {
-                "worker": names[worker][0],
-                "datacenter": names[worker][1],
-                "kind": Kind(kind).name,
-                "stage": stage,
-                "microbatch": microbatch,
-                "start_s": start_s,
-                "end_s": end_s,
-            }
-            for worker, kind, stage, microbatch, start_s, end_s in zip(
-                *(column.tolist() for column in (*columns, *times)), strict=True
-            )
-        ]
+        program, workers = self.program, range(self.program.num_workers)
+        columns = {
+            "worker": np.array([program.worker_name(w) for w in workers])[program.op_worker],
+            "datacenter": np.array([program.worker_dc(w) for w in workers])[program.op_worker],
+            "kind": np.array([kind.name for kind in Kind])[program.kind],
+            "stage": program.stage,
+            "microbatch": program.microbatch,
+            "start_s": self.op_start_ns / 1e9,
+            "end_s": self.op_end_ns / 1e9,
+        }
+        return _rows(columns)
 
     def transfer_table(self) -> list[dict[str, Any]]:
         """One dict for each transfer between two stages: ready to send, first and last byte sent, arrived."""
         program = self.program
-        at = np.unravel_index(np.arange(program.num_transfers), program.transfer_shape)
-        times = (self.transfer_ready_ns, self.transfer_start_ns, self.transfer_sent_ns, self.transfer_arrive_ns)
-        columns: list[NDArray[Any]] = [
-            *at,
-            self.transfer_link,
-            program.transfer_crosses,
-            *(ns / 1e9 for ns in times),
-        ]
-        return [
-            {
-                "sends": "activation" if direction == FORWARD else "gradient",
-                "pipeline": pipeline,
-                "from_stage": boundary + (direction != FORWARD),
-                "to_stage": boundary + (direction == FORWARD),
-                "microbatch": microbatch,
-                "link": self.links[link],
-                "crosses_wan": crosses,
-                "ready_s": ready_s,
-                "start_s": start_s,
-                "sent_s": sent_s,
-                "arrive_s": arrive_s,
-            }
-            for direction, pipeline, boundary, microbatch, link, crosses, ready_s, start_s, sent_s, arrive_s in zip(
-                *(column.tolist() for column in columns), strict=True
-            )
-        ]
+        direction, pipeline, boundary, slot = np.unravel_index(np.arange(program.num_transfers), program.transfer_shape)
+        columns = {
+            "sends": np.array(["activation", "gradient"])[direction],
+            "pipeline": pipeline,
+            "from_stage": boundary + (direction != FORWARD),
+            "to_stage": boundary + (direction == FORWARD),
+            "microbatch": slot,
+            "link": np.array(self.links)[self.transfer_link],
+            "crosses_wan": program.transfer_crosses,
+            "ready_s": self.transfer_ready_ns / 1e9,
+            "start_s": self.transfer_start_ns / 1e9,
+            "sent_s": self.transfer_sent_ns / 1e9,
+            "arrive_s": self.transfer_arrive_ns / 1e9,
+        }
+        return _rows(columns)
+
+
+def _rows(columns: dict[str, NDArray[Any]]) -> list[dict[str, Any]]:
+    values = zip(*(column.tolist() for column in columns.values()), strict=True)
+    return [dict(zip(columns, row, strict=True)) for row in values]
 
 
 _Found = TypeVar("_Found")

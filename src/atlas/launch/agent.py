@@ -29,6 +29,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+from atlas.addresses import LOOPBACK, is_loopback
 from atlas.errors import START_AGAIN, AtlasError, StartAgainError, StopSignal, WorkerError
 from atlas.ir.program import Program
 from atlas.ir.text import from_text
@@ -36,13 +37,12 @@ from atlas.launch.checkpoint_exchange import CheckpointExchange
 from atlas.launch.control_channel import Message, unpack_text
 from atlas.launch.forkserver import fork_server
 from atlas.launch.ledger import Ledger
-from atlas.launch.local_sums import LOOPBACK, is_loopback
 from atlas.launch.machine import memory_name
 from atlas.launch.preflight import WorkerNeed, devices_for, free_bytes, layers_of, require_room
 from atlas.launch.remote_workers import BY_SCHEDULER
 from atlas.launch.rendezvous import AgentName, RendezvousClient
 from atlas.launch.run_state import ATTEMPT_BITS
-from atlas.launch.site_network import SiteNetwork, routes_from_json
+from atlas.launch.site_network import SiteNetwork
 from atlas.launch.site_rails import EMULATED, SiteRails
 from atlas.launch.site_records import SiteRecords
 from atlas.launch.worker_logs import WorkerLogs, log_folder
@@ -157,7 +157,7 @@ class Agent:
                 if self._interrupted:
                     raise
                 self._interrupted = True
-                self.say("stopping after this step, with a checkpoint; again to stop at once")
+                self.say("stopping after this step, with a checkpoint; interrupt again to stop at once")
                 self._client.channel.send({"interrupt": BY_SCHEDULER if isinstance(interrupt, StopSignal) else True})
 
     def _finish(self, how: Message) -> int:
@@ -224,7 +224,7 @@ class Agent:
         self._reply(attempt, {"begun": {**found, "folder": exchange.folder_id}})
 
     def _connect(self, attempt: _Attempt, message: Message) -> None:
-        attempt.servers = routes_from_json(message["servers"])
+        attempt.servers = read(dict[str, PeerRoute], message["servers"])
         if attempt.exchange is not None:
             attempt.exchange.connect(attempt.servers, message["stores"])
         self._reply(attempt, {"connected": True})
@@ -235,7 +235,7 @@ class Agent:
 
     def _admit(self, attempt: _Attempt, message: Message) -> None:
         if attempt.exchange is not None:
-            attempt.exchange.admit(routes_from_json(message["admit"]))
+            attempt.exchange.admit(read(dict[str, PeerRoute], message["admit"]))
         self._reply(attempt, {"admitted": True})
 
     def _forward(self, attempt: _Attempt, message: Message) -> None:

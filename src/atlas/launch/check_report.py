@@ -17,7 +17,8 @@ from atlas.wan.security.certs import WARN_DAYS
 from atlas.wan.transport.base import Address
 
 CLOCK_FAULT_S, CLOCK_WARN_S = 300.0, 1.0
-"""A certificate begins an hour before it is made; a clock further off than this is wrong, not late."""
+"""A clock that is off by more is a fault, or gets a warning. A certificate is valid from an hour before it was made, so
+a smaller difference does no harm."""
 SMALL_MTU_BYTES = 1280
 """The least that IPv6 guarantees."""
 
@@ -38,7 +39,7 @@ def compiled(
         *_dials(rows),
         *_apart({host: SiteFacts.from_json(facts["site"]) for host, facts in joined.items()}),
         *(
-            f"{host}: its clock is {ahead:+.0f} s off that of the first datacenter. Run NTP there"
+            f"{host}: its clock differs by {ahead:+.0f} s from the first datacenter's. Run NTP there"
             for host, ahead in clocks.items()
             if abs(ahead) > CLOCK_FAULT_S
         ),
@@ -102,12 +103,12 @@ def _warnings(joined: Mapping[str, Message], rows: Sequence[Message], clocks: Ma
         if dt.datetime.fromisoformat(one["until"]) < soon
     ]
     lines += [
-        f"{host}: its clock is {ahead:+.1f} s off that of the first datacenter"
+        f"{host}: its clock differs by {ahead:+.1f} s from the first datacenter's"
         for host, ahead in clocks.items()
         if CLOCK_WARN_S < abs(ahead) <= CLOCK_FAULT_S
     ]
     lines += [
-        f"{row['from']} to {row['to']}: an MTU of {row['mtu']} bytes costs much of the rate"
+        f"{row['from']} to {row['to']}: an MTU of {row['mtu']} bytes lowers the throughput. Raise it if you can"
         for row in rows
         if 0 < row.get("mtu", 0) < SMALL_MTU_BYTES
     ]

@@ -23,22 +23,14 @@ from pathlib import Path
 from atlas.errors import WorkerError
 from atlas.launch.rendezvous import AgentName
 from atlas.runtime.assignment import CopyChoice
-from atlas.runtime.checkpoint import (
-    OWN,
-    BlobStore,
-    CheckpointClient,
-    CheckpointServer,
-    LocalStore,
-    PlaceStore,
-    RemoteStore,
-    choose,
-    copies_of,
-    next_attempt,
-)
+from atlas.runtime.checkpoint.calls import OWN, copies_of
+from atlas.runtime.checkpoint.client import CheckpointClient, RemoteStore
 from atlas.runtime.checkpoint.fetch import FetchFolder
-from atlas.runtime.checkpoint.load import Checkpoint
-from atlas.runtime.checkpoint.manifest import BlobCopies
+from atlas.runtime.checkpoint.load import Checkpoint, choose
+from atlas.runtime.checkpoint.manifest import BlobCopies, next_attempt
 from atlas.runtime.checkpoint.place import below, id_of, names_below, store_at
+from atlas.runtime.checkpoint.server import CheckpointServer
+from atlas.runtime.checkpoint.store import BlobStore, LocalStore, PlaceStore
 from atlas.spec.recipe import OBJECT_STORE
 from atlas.wan.security.credentials import Security
 from atlas.wan.transport.base import Address, PeerRoute

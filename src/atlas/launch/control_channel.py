@@ -119,7 +119,7 @@ class ControlChannel:
         with self._lock:
             self.detach()
             self._forget(num_they_received)
-            connection = self._connection = _Connection(sock, self._take, self._lost, self._heartbeat)
+            connection = self._connection = _Connection(sock, self)
             for _, data in self._kept:
                 connection.write(data)
             connection.start(early)
@@ -141,7 +141,8 @@ class ControlChannel:
             for message in messages:
                 self.send(message)
 
-    def _take(self, connection: _Connection, body: Message) -> None:
+    def take(self, connection: _Connection, body: Message) -> None:
+        """Of its connection: a frame was received."""
         with self._lock:
             if self._connection is not connection:
                 return
@@ -152,7 +153,7 @@ class ControlChannel:
             self.put(dict(body["message"]))
 
     def put(self, message: Message) -> None:
-        """As if it were received."""
+        """Handle a message as if it was received."""
         with self._lock:
             (self._handler or self.inbox.put)(message)
 
@@ -168,10 +169,8 @@ class ControlChannel:
         while self._kept and self._kept[0][0] <= num_received:
             self._kept_bytes -= len(self._kept.popleft()[1])
 
-    def _heartbeat(self) -> bytes:
-        return frame({"received": self.num_received})
-
-    def _lost(self, connection: _Connection) -> None:
+    def lost(self, connection: _Connection) -> None:
+        """Of its connection: it is broken."""
         with self._lock:
             if self._connection is not connection:
                 return
@@ -183,14 +182,8 @@ class ControlChannel:
 class _Connection:
     """A socket and what is to be written to it. The loop alone reads and writes: a TLS socket does not allow two."""
 
-    def __init__(
-        self,
-        sock: socket.socket,
-        take: Callable[[_Connection, Message], None],
-        lost: Callable[[_Connection], None],
-        heartbeat: Callable[[], bytes],
-    ) -> None:
-        self.sock, self._take, self._lost, self._heartbeat = sock, take, lost, heartbeat
+    def __init__(self, sock: socket.socket, channel: ControlChannel) -> None:
+        self.sock, self._channel = sock, channel
         self._out, self._in = bytearray(), bytearray()
         self._lock = threading.Lock()
         self.is_closed = False
@@ -213,7 +206,7 @@ class _Connection:
 
     def ended(self) -> None:
         self.sock.close()
-        self._lost(self)
+        self._channel.lost(self)
 
     def serve(self, now: float) -> bool:
         """Read and write what is possible; whether the connection is alive."""
@@ -225,7 +218,7 @@ class _Connection:
             if now - self._last_read > SILENCE_S:
                 return False
             if now - self._last_write > HEARTBEAT_S and not self._out:
-                self._out += self._heartbeat()
+                self._out += frame({"received": self._channel.num_received})
             if self._flush():
                 self._last_write = now
         except (OSError, ValueError, KeyError, TypeError, ArithmeticError):  # broken, or not our protocol
@@ -246,9 +239,9 @@ class _Connection:
                 received = True
                 self._in += data
                 while (body := unframed(self._in)) is not None:
-                    self._take(self, body)
+                    self._channel.take(self, body)
         while (body := unframed(self._in)) is not None:  # bytes that `attach` was given
-            self._take(self, body)
+            self._channel.take(self, body)
         return received
 
     def _flush(self) -> bool:

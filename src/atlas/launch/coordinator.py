@@ -192,7 +192,7 @@ class Coordinator:
             self._found = found
             start = self._resume_point(workers, agents, found, sites)
             if start.first_step >= num_steps:
-                sentence = f"{start.first_step} steps are done already, and --steps says {num_steps}"
+                sentence = f"{start.first_step} steps are done already, and --steps is {num_steps}: nothing to do"
                 return RunOutcome(start.first_step, [], sentence)
             self._num_done = max(self._num_done, start.first_step)
             self._prepare(workers, agents, start)

@@ -22,8 +22,9 @@ from atlas.cost.weather import least_share
 from atlas.ir.program import Kind, Program
 from atlas.ir.text import to_text
 from atlas.ir.timeline import Timeline
+from atlas.launch.checkpoint_folders import first_step
 from atlas.launch.paths import NodePaths, WeatherDraw, meeting_paths, paths_of
-from atlas.launch.prepared_job import PreparedGroup, divided, shapes_of
+from atlas.launch.prepared_job import PreparedGroup, divided, links_of, roles_of, shapes_of
 from atlas.launch.rails import RailControl, RailCosts, RailReport, RailSettings
 from atlas.launch.report.events import OnStep
 from atlas.launch.run_monitor import RunMonitor, RunOutcome, connect_workers
@@ -31,7 +32,6 @@ from atlas.launch.worker_logs import WorkerLogs
 from atlas.launch.worker_processes import WorkerProcesses
 from atlas.planner.meet import group_lanes
 from atlas.runtime.assignment import Assignment, FillerChoice, SaveChoice, TrainingSetup
-from atlas.runtime.meeting_plan import meeting_links
 from atlas.runtime.models.config import require_divisible
 from atlas.runtime.wiring import TIED, PeerLink, WorkerRole, all_roles, require_runnable
 from atlas.wan.emulator.proxy_net import ProxyNet
@@ -54,7 +54,6 @@ class EmulationSettings:
 
     num_steps: int = 1
     """Of a Program of one iteration; a Program of several iterations is run once."""
-    first_step: int = 0
     device: str = "paced"
     tp: int = 1
     """Processes that share each worker's stages by tensor parallelism."""
@@ -71,7 +70,7 @@ class EmulationSettings:
     weather: WeatherDraw = field(default_factory=WeatherDraw)
     """The cross traffic of paths that are derived."""
     save: Mapping[str, SaveChoice] = field(default_factory=dict)
-    """By datacenter."""
+    """By datacenter; they say which step is the first."""
     fillers: Mapping[str, FillerChoice] = field(default_factory=dict)
     """By worker name."""
     logs: Path | None = None
@@ -132,7 +131,8 @@ def emulate(
     settings = settings or EmulationSettings()
     require_runnable(program)
     require_divisible(training.model.config, settings.tp)
-    roles = _roles(program, settings)
+    groups = settings.groups
+    roles = roles_of(groups, shapes_of(groups)) if groups else all_roles(program, settings.num_cells)
     paths = _paths(program, costs, training, settings, roles) if settings.paths is None else settings.paths
     with ExitStack() as stack:
         workers = stack.enter_context(WorkerProcesses(WORKER, [role.name for role in roles], WorkerLogs(settings.logs)))
@@ -140,19 +140,14 @@ def emulate(
         settings = replace(settings, patience_s=settings.patience_s + rails.deadline_s)
         _assign(workers, roles, costs, training, settings, rails)
         net = stack.enter_context(ProxyNet(paths)) if paths else None
-        config = training.model.config
-
-        def links_of(role: WorkerRole) -> list[PeerLink]:
-            return [*role.links(tied=config.tied), *meeting_links(role, config, settings.tp)]
-
-        _connect(workers, roles, net, paths, links_of)
+        _connect(workers, roles, net, paths, partial(links_of, training=training, tp=settings.tp))
         if on_start is not None:
             on_start(workers.pids)
         monitor = RunMonitor(
             workers,
             program,
             costs,
-            settings.first_step,
+            first_step(settings.save),
             silence_s=_longest_pass_s(program, costs) + settings.patience_s,
             saves=bool(settings.save),
             on_step=on_step,
@@ -195,16 +190,9 @@ def _worker_facts(outcome: RunOutcome) -> dict[str, Any]:
 def _rails(workers: WorkerProcesses, roles: list[WorkerRole], costs: Costs, settings: EmulationSettings) -> RailControl:
     program, groups = roles[0].program, settings.groups
     num_steps = program.num_iterations if program.num_iterations > 1 else settings.num_steps
-    steps = range(settings.first_step, settings.first_step + num_steps)
+    first = first_step(settings.save)
     of_groups = [RailCosts(c.circuits, c.compute_ns) for c in [g.costs for g in groups] or [costs]]
-    return RailControl(workers, roles, of_groups, steps, settings.rails)
-
-
-def _roles(program: Program, settings: EmulationSettings) -> list[WorkerRole]:
-    shapes = shapes_of(settings.groups)
-    if not shapes:
-        return all_roles(program, settings.num_cells)
-    return [r for k, g in enumerate(settings.groups) for r in all_roles(g.program, g.job.cells, shapes, k)]
+    return RailControl(workers, roles, of_groups, range(first, first + num_steps), settings.rails)
 
 
 def _paths(
@@ -247,7 +235,7 @@ def _assign(
             program=text,
             training=training if group is None else divided(training, group),
             num_steps=program.num_iterations if program.num_iterations > 1 else settings.num_steps,
-            first_step=settings.first_step,
+            first_step=first_step(settings.save),
             cell=role.cell,
             num_cells=role.num_cells,
             groups=role.groups,

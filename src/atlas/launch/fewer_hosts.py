@@ -65,7 +65,7 @@ def trained_on(
             pass  # without all hosts of these datacenters, then
     everything = frozenset((dc, part) for dc in affected for part in range(num_hosts[dc]))
     job = replan(full.job, sorted(affected), options.schedule, batch=full.global_batch)
-    return _replanned(full, job, lost | everything, "On the remaining ones", options)
+    return _replanned(full, job, lost | everything, "On the remaining datacenters", options)
 
 
 def _replanned(full: PreparedJob, job: Job, lost: frozenset[HostPlace], where: str, options: TrainOptions) -> TrainedOn:

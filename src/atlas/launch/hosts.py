@@ -23,8 +23,8 @@ SCHEDULERS = (
 
 
 def scheduled_place(job: Job, datacenter: str, environment: Mapping[str, str]) -> tuple[int, int] | None:
-    """This host's number and the number of hosts, as a scheduler counts them; None without one. Hosts beyond those that
-    the plan uses have numbers from the second on: they are spares. Raises if there are too few."""
+    """This host's number as a scheduler counts, and how many hosts the plan uses; None without a scheduler. A host with
+    a number that is not below that count is a spare. Raises if there are too few hosts."""
     for number, count in SCHEDULERS:
         if number not in environment or count not in environment:
             continue

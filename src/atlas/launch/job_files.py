@@ -84,15 +84,17 @@ class LaunchChoice:
             return 0
         return self.job.cluster.dc(dc).gpus_per_node
 
-    def words(self, dc: str, *, config: str, disk: str) -> list[str]:
-        """`train ...`, the same on every host of a datacenter. Shell variables are expanded by a shell."""
-        found = ["train", f"{config}/plan.yaml", "--recipe", f"{config}/recipe.yaml", "--dc", dc, "--no-bar"]
-        found += ["--coordinator" if self.apart else "--rendezvous", self.rendezvous]
+    def line(self, dc: str, program: str, *more: str, config: str = ".", disk: str = "") -> str:
+        """`atlas train ...`, the same on every host of a datacenter. Shell variables are expanded by a shell."""
+        disk = disk or f"disk/{dc}"
+        found = [*program.split(), "train", f"{config}/plan.yaml", "--recipe", f"{config}/recipe.yaml", "--dc", dc]
+        found += ["--no-bar", "--coordinator" if self.apart else "--rendezvous", self.rendezvous]
         found += ["--listen", self._recipe(dc, "listen") or "0.0.0.0", "--advertise", "$ADVERTISE"]
         found += ["--ports", f"${{ATLAS_PORTS:-{self.ports_of(dc)}}}", "--device", self.device]
         found += [] if self.in_object_store else ["--checkpoints", f"{disk}/checkpoints"]
         found += ["--runs", f"{disk}/runs"]
-        return found + (["--certs", f"{config}/certs" if config == "." else f"{ROOT}/certs"] if self.certs else [])
+        found += ["--certs", "./certs" if config == "." else f"{ROOT}/certs"] if self.certs else []
+        return " ".join(f'"{word}"' if "$" in word else word for word in [*found, *more])
 
 
 def label(text: str, length: int) -> str:
@@ -100,34 +102,24 @@ def label(text: str, length: int) -> str:
     return re.sub("[^a-z0-9]+", "-", text.lower()).strip("-")[:length].strip("-")
 
 
-def _line(words: list[str], program: str) -> str:
-    quoted = [f'"{word}"' if "$" in word else word for word in [*program.split(), *words]]
-    return " ".join(quoted)
-
-
 # ---- shell, torchrun, Slurm ----------------------------------------------------------------------------------------
 def shell_files(choice: LaunchChoice) -> dict[str, str]:
     """A script for each host."""
-    files: dict[str, str] = {}
-    for dc, count in choice.hosts.items():
-        for host in range(count):
-            words = [*choice.words(dc, config=".", disk=f"disk/{dc}"), "--node", f"{host}/{count}"]
-            files[f"{dc}.{host}.sh"] = _script(choice.advertise(dc), _line(words, "exec atlas"))
-    return files
+    return {
+        f"{dc}.{host}.sh": _script(choice.advertise(dc), choice.line(dc, "exec atlas", "--node", f"{host}/{count}"))
+        for dc, count in choice.hosts.items()
+        for host in range(count)
+    }
 
 
-def torchrun_files(choice: LaunchChoice) -> dict[str, str]:
-    """A script for each datacenter, started on each of its hosts."""
-    files: dict[str, str] = {}
-    for dc, count in choice.hosts.items():
-        program = (
-            f"exec torchrun --nnodes {count} --nproc-per-node {workers_per_host(choice.job, dc)} --rdzv-backend c10d "
-            f"--rdzv-id {choice.name} --rdzv-endpoint $HOST0 -m atlas"
-        )
-        line = _line(choice.words(dc, config=".", disk=f"disk/{dc}"), program)
-        need = ': "${HOST0:?set HOST0 to HOST:PORT of the first host of this datacenter, the same on each}"'
-        files[f"{dc}.sh"] = _script(need, choice.advertise(dc), line)
-    return files
+def torchrun_script(choice: LaunchChoice, dc: str) -> str:
+    """Started on each host of a datacenter."""
+    program = (
+        f"exec torchrun --nnodes {choice.hosts[dc]} --nproc-per-node {workers_per_host(choice.job, dc)} "
+        f"--rdzv-backend c10d --rdzv-id {choice.name} --rdzv-endpoint $HOST0 -m atlas"
+    )
+    need = ': "${HOST0:?set HOST0 to HOST:PORT of the first host of this datacenter, the same on each}"'
+    return _script(need, choice.advertise(dc), choice.line(dc, program))
 
 
 def _script(*lines: str) -> str:
@@ -135,21 +127,17 @@ def _script(*lines: str) -> str:
     return "\n".join((*head, *lines)) + "\n"
 
 
-def slurm_files(choice: LaunchChoice) -> dict[str, str]:
-    """A batch script for each datacenter, for its own cluster."""
-    files: dict[str, str] = {}
-    for dc, count in choice.hosts.items():
-        gpus = choice.gpus(dc)
-        line = _line(choice.words(dc, config=".", disk=f"disk/{dc}"), "atlas")
-        files[f"{dc}.sbatch"] = SLURM.format(
-            name=choice.job_name(dc),
-            count=count,
-            gpus=f"#SBATCH --gpus-per-node={gpus}\n" if gpus else "",
-            advertise=choice.advertise(dc),
-            line=f"exec {line}",
-            again=EXIT_AGAIN,
-        )
-    return files
+def slurm_script(choice: LaunchChoice, dc: str) -> str:
+    """A batch script for the cluster of a datacenter."""
+    gpus = choice.gpus(dc)
+    return SLURM.format(
+        name=choice.job_name(dc),
+        count=choice.hosts[dc],
+        gpus=f"#SBATCH --gpus-per-node={gpus}\n" if gpus else "",
+        advertise=choice.advertise(dc),
+        line=choice.line(dc, "exec atlas"),
+        again=EXIT_AGAIN,
+    )
 
 
 SLURM = """\
@@ -195,8 +183,7 @@ def _pod(choice: LaunchChoice, dc: str, container: str) -> dict[str, Any]:
     if choice.certs:
         volumes.append({"name": "certs", "secret": {"secretName": f"{choice.job_name(dc)}-certs"}})
         mounts.append({"name": "certs", "mountPath": f"{ROOT}/certs", "readOnly": True})
-    words = choice.words(dc, config=f"{ROOT}/config", disk=f"{ROOT}/disk")
-    line = f"{choice.advertise(dc)}; {_line(words, 'exec atlas')}"
+    line = f"{choice.advertise(dc)}; {choice.line(dc, 'exec atlas', config=f'{ROOT}/config', disk=f'{ROOT}/disk')}"
     found: dict[str, Any] = {
         "name": container,
         "image": choice.image,
@@ -233,60 +220,47 @@ def _indexed_job(choice: LaunchChoice, dc: str, pod: dict[str, Any], container: 
     }
 
 
+def _manifest(api: str, kind: str, name: str, **rest: Any) -> dict[str, Any]:
+    return {"apiVersion": api, "kind": kind, "metadata": {"name": name}, **rest}
+
+
 def _config_map(choice: LaunchChoice, dc: str) -> dict[str, Any]:
     data = {"plan.yaml": choice.plan, "recipe.yaml": choice.recipe}
-    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": choice.job_name(dc)}, "data": data}
+    return _manifest("v1", "ConfigMap", choice.job_name(dc), data=data)
 
 
-def jobset_files(choice: LaunchChoice) -> dict[str, str]:
-    files: dict[str, str] = {}
-    for dc in choice.hosts:
-        job = _indexed_job(choice, dc, _pod(choice, dc, "atlas"), "atlas")
-        policy = {
-            "maxRestarts": MAX_RESTARTS,
-            "rules": [{"name": "usererror", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}],
-        }
-        jobs = [{"name": "hosts", "replicas": 1, "template": {"spec": job}}]
-        manifest = {
-            "apiVersion": "jobset.x-k8s.io/v1alpha2",
-            "kind": "JobSet",
-            "metadata": {"name": choice.job_name(dc)},
-            "spec": {"failurePolicy": policy, "replicatedJobs": jobs},
-        }
-        files[f"{dc}.jobset.yaml"] = _documents(_config_map(choice, dc), manifest)
-    return files
+def jobset_manifests(choice: LaunchChoice, dc: str) -> str:
+    job = _indexed_job(choice, dc, _pod(choice, dc, "atlas"), "atlas")
+    policy = {
+        "maxRestarts": MAX_RESTARTS,
+        "rules": [{"name": "usererror", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}],
+    }
+    jobs = [{"name": "hosts", "replicas": 1, "template": {"spec": job}}]
+    spec = {"failurePolicy": policy, "replicatedJobs": jobs}
+    manifest = _manifest("jobset.x-k8s.io/v1alpha2", "JobSet", choice.job_name(dc), spec=spec)
+    return _documents(_config_map(choice, dc), manifest)
 
 
-def trainjob_files(choice: LaunchChoice) -> dict[str, str]:
+def trainjob_manifests(choice: LaunchChoice, dc: str) -> str:
     """A TrainJob and the TrainingRuntime that it refers to. Kubeflow replaces the container named `node`."""
-    files: dict[str, str] = {}
-    for dc, count in choice.hosts.items():
-        name = choice.job_name(dc)
-        pod = _pod(choice, dc, "node")
-        container = pod["containers"][0]
-        command, env = container.pop("command"), container.pop("env")
-        job = _indexed_job(choice, dc, pod, "node")
-        for key in ("parallelism", "completions"):
-            job.pop(key)  # Kubeflow sets them by numNodes
-        labels = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
-        template = {"metadata": {"labels": labels}, "spec": job}
-        jobs = [{"name": "node", "replicas": 1, "template": template}]
-        runtime = {
-            "apiVersion": "trainer.kubeflow.org/v1alpha1",
-            "kind": "TrainingRuntime",
-            "metadata": {"name": name},
-            "spec": {"mlPolicy": {"numNodes": count}, "template": {"spec": {"replicatedJobs": jobs}}},
-        }
-        reference = {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": name}
-        trainer = {"image": choice.image, "numNodes": count, "command": command, "env": env}
-        train_job = {
-            "apiVersion": "trainer.kubeflow.org/v1alpha1",
-            "kind": "TrainJob",
-            "metadata": {"name": name},
-            "spec": {"runtimeRef": reference, "trainer": trainer},
-        }
-        files[f"{dc}.trainjob.yaml"] = _documents(_config_map(choice, dc), runtime, train_job)
-    return files
+    name, count, pod = choice.job_name(dc), choice.hosts[dc], _pod(choice, dc, "node")
+    container = pod["containers"][0]
+    command, env = container.pop("command"), container.pop("env")
+    job = _indexed_job(choice, dc, pod, "node")
+    for key in ("parallelism", "completions"):
+        job.pop(key)  # Kubeflow sets them by numNodes
+    labels = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    template = {"metadata": {"labels": labels}, "spec": job}
+    jobs = [{"name": "node", "replicas": 1, "template": template}]
+    runtime = {"mlPolicy": {"numNodes": count}, "template": {"spec": {"replicatedJobs": jobs}}}
+    reference = {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": name}
+    trainer = {"image": choice.image, "numNodes": count, "command": command, "env": env}
+    api = "trainer.kubeflow.org/v1alpha1"
+    return _documents(
+        _config_map(choice, dc),
+        _manifest(api, "TrainingRuntime", name, spec=runtime),
+        _manifest(api, "TrainJob", name, spec={"runtimeRef": reference, "trainer": trainer}),
+    )
 
 
 # ---- SkyPilot ------------------------------------------------------------------------------------------------------
@@ -300,8 +274,7 @@ def skypilot_files(choice: LaunchChoice) -> dict[str, str]:
         if choice.gpus(dc):
             gpu = choice.job.cluster.dc(dc).gpu
             resources["accelerators"] = f"{gpu.split('-')[0].upper()}:{choice.gpus(dc)}"
-        line = _line(choice.words(dc, config=".", disk=f"disk/{dc}"), "exec atlas")
-        run = f"{choice.advertise(dc)}\n{line}\n"
+        run = f"{choice.advertise(dc)}\n{choice.line(dc, 'exec atlas')}\n"
         documents.append({"name": dc, "num_nodes": count, "resources": resources, "workdir": ".", "run": run})
     return {"group.yaml": _documents(*documents)}
 
@@ -325,12 +298,17 @@ def _documents(*documents: dict[str, Any]) -> str:
     return f"# Written by `atlas launch`.\n{body}"
 
 
+def _by_datacenter(suffix: str, text: Callable[[LaunchChoice, str], str]) -> Callable[[LaunchChoice], dict[str, str]]:
+    """A file for each datacenter."""
+    return lambda choice: {f"{dc}{suffix}": text(choice, dc) for dc in choice.hosts}
+
+
 TARGETS: dict[str, Callable[[LaunchChoice], dict[str, str]]] = {
-    "slurm": slurm_files,
-    "jobset": jobset_files,
-    "trainjob": trainjob_files,
+    "slurm": _by_datacenter(".sbatch", slurm_script),
+    "jobset": _by_datacenter(".jobset.yaml", jobset_manifests),
+    "trainjob": _by_datacenter(".trainjob.yaml", trainjob_manifests),
     "skypilot": skypilot_files,
-    "torchrun": torchrun_files,
+    "torchrun": _by_datacenter(".sh", torchrun_script),
     "shell": shell_files,
 }
 

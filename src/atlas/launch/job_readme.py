@@ -52,7 +52,7 @@ def readme(
         _coordinator(coordinator, next(iter(hosts)), certs=certs),
         "Stop, with a checkpoint that the same job resumes from:",
         f"```sh\n{STOP[target]}\n```",
-        "Exit codes: 0 done; 75 start it again (the files do); 2 change what the message says. `docs/operating.md` "
+        "Exit codes: 0 done; 75 start it again (these files do that); 2 fix what the message says. `docs/operating.md` "
         "explains ports, addresses behind NAT (`ATLAS_ADVERTISE`, `ATLAS_PORTS`) and failures.",
     ]
     if certs:
@@ -86,7 +86,7 @@ def _coordinator(address: str | None, first: str, *, certs: bool) -> str:
 def _certs(target: str, names: Sequence[str], hosts: Mapping[str, tuple[int, str]]) -> str:
     make = f"atlas wan certs {' '.join(names)} --out certs"
     if target not in ("jobset", "trainjob"):
-        return f"Certificates are read from `certs/` beside this file: `{make}`, and copy each site its own pair."
+        return f"Certificates are read from `certs/` beside this file: `{make}`, and copy to each site its own pair."
     secrets = "\n".join(
         f"kubectl --context {dc} create secret generic {job}-certs --from-file=certs/ca.pem "
         f"--from-file=certs/{dc}.pem --from-file=certs/{dc}.key"

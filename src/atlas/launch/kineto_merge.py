@@ -22,7 +22,7 @@ def merge_traces(folder: Path) -> Path:
     """Merge `rank*_trace.json`. Raises AtlasError where there is none."""
     found = {int(match[1]): path for path in folder.glob("rank*_trace.json") if (match := _rank(path))}
     if not found:
-        raise AtlasError(f"{folder}: no worker has written a trace: were the steps reached?")
+        raise AtlasError(f"{folder}: no worker has written a trace. Name steps that the run reaches")
     events: list[dict[str, Any]] = []
     bases: dict[int, int] = {}
     for number, (rank, path) in enumerate(sorted(found.items())):

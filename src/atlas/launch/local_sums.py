@@ -7,16 +7,12 @@ datacenter is private (`network.private`). Elsewhere the WAN transport sums: it 
 
 from __future__ import annotations
 
-import contextlib
-import ipaddress
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from atlas.errors import AtlasError
 from atlas.launch.prepared_job import PreparedJob
 from atlas.runtime.assignment import SumsKind
-
-LOOPBACK = "127.0.0.1"
 
 
 class LocalSums(NamedTuple):
@@ -52,10 +48,3 @@ def sums_by_datacenter(
         )
     say(f"{where}: gradients are summed over the transport, as the recipe has no network.private: true")
     return found
-
-
-def is_loopback(address: str) -> bool:
-    """Whether nobody outside this host reaches an address; a name is not an address."""
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(address).is_loopback
-    return False

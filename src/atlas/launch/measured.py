@@ -9,16 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
 from atlas.cost.table import Costs
 from atlas.ir.assemble import assemble, repeated
-from atlas.ir.program import Ints, Kind, Layout, Op, Program
+from atlas.ir.program import Ints, Kind, Op, Program
 from atlas.ir.timeline import Timeline
 from atlas.wan.transport.stream_slot import Faults
 
+T = TypeVar("T")
 Step = dict[str, Any]
 """A worker's record of one pass through its Program (runtime.record)."""
 
@@ -129,17 +130,20 @@ def _spans(program: Program, steps: Sequence[Step], shift_ns: int) -> tuple[list
     spans: list[list[int]] = []
     done = 0
     for number, step in enumerate(steps):
-        pairs = list(zip(step["op_start_ns"], step["op_end_ns"], strict=True))
-        waiting = list(step["fills"])
-        for index in range(len(pairs) + 1):
-            while waiting and waiting[0][0] == index:
-                _, start_ns, end_ns = waiting.pop(0)
-                fills.append((number * program.num_iterations, done))
-                spans.append([start_ns - shift_ns, end_ns - shift_ns])
-            if index < len(pairs):
-                spans.append([pairs[index][0] - shift_ns, pairs[index][1] - shift_ns])
-                done += 1
+        ops = list(zip(step["op_start_ns"], step["op_end_ns"], strict=True))
+        filled = [(index, (start_ns, end_ns)) for index, start_ns, end_ns in step["fills"]]
+        spans += [[start_ns - shift_ns, end_ns - shift_ns] for start_ns, end_ns in _between(ops, filled)]
+        fills += [(number * program.num_iterations, done + index) for index, _ in filled]
+        done += len(ops)
     return fills, spans
+
+
+def _between(ops: Sequence[T], fills: Sequence[tuple[int, T]]) -> list[T]:
+    """The ops with each fill before the op of its index."""
+    if not fills:
+        return list(ops)
+    found = [*((index, 0, fill) for index, fill in fills), *((index, 1, op) for index, op in enumerate(ops))]
+    return [one for *_, one in sorted(found, key=lambda row: row[:2])]
 
 
 def with_norm(program: Program) -> Program:
@@ -158,26 +162,18 @@ def _with_fills(program: Program, fills: Sequence[Sequence[tuple[int, int]]]) ->
     orders = []
     for worker, mine in enumerate(fills):
         ops = program.ops(worker)
-        stage, waiting, order = min(op.stage for op in ops), list(mine), list[Op]()
-        for index in range(len(ops) + 1):
-            while waiting and waiting[0][1] == index:
-                order.append(Op(Kind.P, stage, waiting.pop(0)[0]))
-            order += ops[index : index + 1]
-        orders.append(order)
+        stage = min(op.stage for op in ops)
+        orders.append(_between(ops, [(index, Op(Kind.P, stage, iteration)) for iteration, index in mine]))
     return _reordered(program, orders)
 
 
 def _reordered(program: Program, orders: Sequence[Sequence[Op]]) -> Program:
-    layout = Layout(
-        program.num_pipelines, program.num_stages, program.num_microbatches, program.rank_dc, program.stage_rank
-    )
     return assemble(
         program.name,
-        layout,
+        program.layout,
         orders,
         sharing=program.sharing,
         turn=program.turn,
         memory=program.memory,
         num_iterations=program.num_iterations,
-        recompute_on_arrival=program.recompute_on_arrival,
     )

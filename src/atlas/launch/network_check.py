@@ -90,7 +90,8 @@ def check_network(job: Job, settings: CheckSettings, say: Callable[[str], None])
     first, mine = COORDINATOR if settings.apart else AgentName(datacenters[0]), settings.name
     if mine.datacenter not in [*datacenters, first.datacenter]:
         raise AtlasError(
-            f"--dc {mine.datacenter}: the plan has no worker there; it has them in {', '.join(datacenters)}"
+            f"--dc {mine.datacenter}: the plan has no worker there; it has them in {', '.join(datacenters)}. Give "
+            "one of these"
         )
     what = [part.model_dump(mode="json") for part in job.parts]
     digest = "check " + hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()

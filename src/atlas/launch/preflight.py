@@ -14,7 +14,8 @@ from typing import NamedTuple
 from atlas.cost.memory import StateBytes, peak_memory, state_bytes
 from atlas.errors import AtlasError, SpecError
 from atlas.runtime.assignment import FillerChoice, TrainingSetup
-from atlas.runtime.models.config import DecoderConfig, even_layers, model_layers
+from atlas.runtime.models.config import model_layers
+from atlas.runtime.models.sizes import layer_sizes
 from atlas.runtime.wiring import WorkerRole
 from atlas.spec import Job
 
@@ -181,9 +182,8 @@ def _require(need: int, there: int | None, what: str) -> None:
 
 def layers_of(role: WorkerRole, training: TrainingSetup) -> list[str]:
     """The layers of a worker, as checkpoints name them."""
-    config = training.model.config
-    counts = training.model.layers_per_stage or even_layers(config.num_layers, role.program.num_stages)
-    names, last = model_layers(config), len(counts) - 1
+    counts, names = training.model.layer_counts(role.program.num_stages), model_layers(training.model.config)
+    last = len(counts) - 1
     found: list[str] = []
     for stage in role.stages:
         first = 1 + sum(counts[:stage])
@@ -197,18 +197,8 @@ def state_of(training: TrainingSetup, layers: Sequence[str], shards: int = 1) ->
     optimizer = 0
     if training.optimizer.name == "adamw":
         optimizer = ADAMW_BYTES + (MASTER_BYTES if weight < MASTER_BYTES else 0)
-    params = sum(num_parameters(training.model.config, layer) for layer in layers)
-    return state_bytes(params, weight, GRADIENT_BYTES, optimizer, shards)
-
-
-def num_parameters(config: DecoderConfig, layer: str) -> int:
-    """Of the embedding, the head or a decoder layer; matrices only."""
-    if layer == "embedding":
-        return config.width * (config.vocabulary + (config.max_length if config.positions == "learned" else 0))
-    if layer == "head":
-        return config.width * config.vocabulary
-    attention = config.width * config.head_width * 2 * (config.num_heads + config.num_kv_heads)
-    return attention + config.width * config.ffn_width * (3 if config.gated else 2)
+    sizes = [size for layer in layers for size in layer_sizes(training.model.config, layer).values()]
+    return state_bytes(sum(size.num_values for size in sizes), weight, GRADIENT_BYTES, optimizer, shards)
 
 
 def free_bytes() -> int | None:

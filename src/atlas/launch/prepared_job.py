@@ -27,7 +27,7 @@ from atlas.planner.meet import group_waits
 from atlas.planner.whole import done_s
 from atlas.runtime.assignment import TrainingSetup
 from atlas.runtime.meeting_plan import meeting_links
-from atlas.runtime.models.config import even_layers, require_divisible
+from atlas.runtime.models.config import require_divisible
 from atlas.runtime.wiring import GroupShape, PeerLink, WorkerRole, all_roles, require_runnable
 from atlas.sim import simulate
 from atlas.spec import Job
@@ -71,6 +71,17 @@ def shapes_of(groups: Sequence[PreparedGroup]) -> tuple[GroupShape, ...]:
     return tuple(found)
 
 
+def roles_of(groups: Sequence[PreparedGroup], shapes: tuple[GroupShape, ...]) -> list[WorkerRole]:
+    """Of all workers. `shapes`: empty where pipelines are placed alike."""
+    return [r for k, group in enumerate(groups) for r in all_roles(group.program, group.job.cells, shapes, k)]
+
+
+def links_of(role: WorkerRole, training: TrainingSetup, tp: int) -> list[PeerLink]:
+    """All that a worker opens."""
+    config = training.model.config
+    return [*role.links(tied=config.tied), *meeting_links(role, config, tp)]
+
+
 def divided(training: TrainingSetup, group: PreparedGroup) -> TrainingSetup:
     """The training with its layers divided as in one group."""
     return replace(training, model=replace(training.model, layers_per_stage=group.layers_per_stage))
@@ -91,8 +102,7 @@ class PreparedJob:
     @property
     def parts(self) -> tuple[PreparedGroup, ...]:
         """All groups; where pipelines are placed alike, the one."""
-        model = self.training.model
-        layers = model.layers_per_stage or even_layers(model.config.num_layers, self.program.num_stages)
+        layers = self.training.model.layer_counts(self.program.num_stages)
         return self.groups or (PreparedGroup(self.job, self.program, self.costs, layers),)
 
     @cached_property
@@ -102,11 +112,7 @@ class PreparedJob:
 
     @property
     def roles(self) -> list[WorkerRole]:
-        return [
-            role
-            for number, group in enumerate(self.parts)
-            for role in all_roles(group.program, group.job.cells, self.shapes, number)
-        ]
+        return roles_of(self.parts, self.shapes)
 
     def training_of(self, group: int) -> TrainingSetup:
         """With the layers divided as in one group."""
@@ -135,9 +141,7 @@ class PreparedJob:
         return list(dict.fromkeys(dc for group in self.parts for dc in group.program.rank_dc))
 
     def links_of(self, role: WorkerRole) -> list[PeerLink]:
-        """All that a worker opens."""
-        config = self.training.model.config
-        return [*role.links(tied=config.tied), *meeting_links(role, config, self.job.tp)]
+        return links_of(role, self.training, self.job.tp)
 
     @property
     def peers(self) -> list[tuple[str, str]]:
@@ -207,11 +211,7 @@ def _prepare_groups(job: Job, options: TrainOptions) -> PreparedJob:
             "worker. Choose a schedule that does not interleave"
         )
     deepest = max(found, key=lambda part: part.program.num_stages)
-    training = deepest.training
-    layers = [
-        part.training.model.layers_per_stage or even_layers(training.model.config.num_layers, part.program.num_stages)
-        for part in found
-    ]
+    layers = [part.training.model.layer_counts(part.program.num_stages) for part in found]
     timelines = [simulate(part.program, part.costs) for part in found]
     waits = group_waits(job.groups, [done_s(timeline) for timeline in timelines], options.tcp)
     groups = tuple(
@@ -228,7 +228,7 @@ def _prepare_groups(job: Job, options: TrainOptions) -> PreparedJob:
     first = groups[0]
     whole = first.job.alone()
     whole._groups = job.groups
-    return PreparedJob(whole, first.program, first.costs, training, slowest_s, groups)
+    return PreparedJob(whole, first.program, first.costs, deepest.training, slowest_s, groups)
 
 
 def digest_of(job: Job, options: TrainOptions) -> str:

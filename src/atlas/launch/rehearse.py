@@ -14,7 +14,7 @@ from atlas.cost.weather import drawn, paths_with_weather
 from atlas.errors import AtlasError
 from atlas.ir.assemble import repeated
 from atlas.ir.timeline import Timeline
-from atlas.launch.checkpoint_folders import RunCheckpoints, find_checkpoints
+from atlas.launch.checkpoint_folders import find_checkpoints, first_step
 from atlas.launch.emulate import MANY_STREAMS, Emulation, EmulationSettings, emulate
 from atlas.launch.paths import WeatherDraw, require_emulable
 from atlas.launch.preflight import require_executable, require_room
@@ -24,6 +24,7 @@ from atlas.launch.report.events import OnStep, StepEvent
 from atlas.launch.supervisor import run_with_restarts
 from atlas.launch.train_options import TrainOptions
 from atlas.launch.worker_logs import new_attempt
+from atlas.runtime.assignment import SaveChoice
 from atlas.sim import simulate
 from atlas.sim.weather import HORIZON
 from atlas.spec import Job
@@ -93,21 +94,19 @@ def rehearse(job: Job, options: TrainOptions, *, on_step: OnStep | None = None) 
 
 def _attempt(prepared: PreparedJob, options: TrainOptions, on_step: OnStep) -> Rehearsal:
     """From the last complete checkpoint, if there is one, to the last step or a failure."""
-    program, costs, found = prepared.program, prepared.costs, RunCheckpoints(0, {})
+    saves: dict[str, SaveChoice] = {}
     if options.checkpoints is not None:
-        found = find_checkpoints(
-            str(options.checkpoints), prepared.datacenters, every=options.save_every, keep=options.keep
-        )
-    if found.first_step >= options.steps:
+        saves = find_checkpoints(options.checkpoints, prepared.datacenters, every=options.save_every, keep=options.keep)
+    first = first_step(saves)
+    if first >= options.steps:
         raise AtlasError(
-            f"{options.checkpoints}: step {found.first_step} is done already, and --steps says {options.steps}. Ask "
-            "for more steps, or choose another folder for a new run"
+            f"{options.checkpoints}: step {first} is done already, and --steps says {options.steps}. Ask for more "
+            "steps, or choose another folder for a new run"
         )
-    num_steps = options.steps - found.first_step
+    num_steps = options.steps - first
     predicted = _predicted(prepared.parts[0], num_steps, options.weather_seed)
     settings = EmulationSettings(
         num_steps,
-        found.first_step,
         device=options.device,
         streams=1 if options.tcp == "one" else MANY_STREAMS,
         tcp=options.tcp,
@@ -116,7 +115,7 @@ def _attempt(prepared: PreparedJob, options: TrainOptions, on_step: OnStep) -> R
         groups=prepared.groups,
         tp=prepared.job.tp,
         patience_s=20.0 + 2 * predicted.iteration_ns / 1e9,
-        save=found.by_datacenter,
+        save=saves,
         logs=None if options.logs is None else new_attempt(options.logs),
         fillers={} if options.filler is None else {role.name: options.filler for role in prepared.roles},
         keep_weights=False,
@@ -124,8 +123,8 @@ def _attempt(prepared: PreparedJob, options: TrainOptions, on_step: OnStep) -> R
         weather=WeatherDraw(options.weather_seed, 60 + 2 * num_steps * predicted.iteration_ns / 1e9),
         rails=RailSettings(fallback=keeps_ring(prepared.job.cluster)),
     )
-    run = emulate(program, costs, prepared.training, settings, on_step=on_step)
-    return Rehearsal(predicted, run, found.first_step)
+    run = emulate(prepared.program, prepared.costs, prepared.training, settings, on_step=on_step)
+    return Rehearsal(predicted, run, first)
 
 
 def _predicted(group: PreparedGroup, num_steps: int, weather_seed: int) -> Timeline:

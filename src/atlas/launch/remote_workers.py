@@ -118,12 +118,6 @@ class RemoteWorkers(WorkerGroup):
         for agent in self._agents.values():
             agent.channel.deliver_to(None)
 
-    def __enter__(self) -> RemoteWorkers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _watch(self) -> None:
         """Report agents that are out of reach for too long, or were replaced."""
         watched = dict(self._agents)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import secrets
 import socket
 import ssl
@@ -119,8 +120,9 @@ class Rendezvous:
             family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
             self._server = socket.create_server(address, family=family, backlog=MAX_HANDSHAKES)
         except OSError as error:
+            why = os.strerror(error.errno) if error.errno else error
             raise AtlasError(
-                f"{address[0]}:{address[1]}: the coordinator cannot listen there: {error.strerror}. Choose a port that "
+                f"{address[0]}:{address[1]}: the coordinator cannot listen there: {why}. Choose a port that "
                 "is free and an address of this host (--rendezvous, the same in every datacenter; --listen of `atlas "
                 "coordinator`). If another coordinator listens there, end it, or give --coordinator in place of "
                 "--rendezvous"

@@ -169,7 +169,7 @@ class RunMonitor:
             except KeyboardInterrupt as interrupt:
                 if not self.saves:
                     raise
-                self.say("stopping after this step, with a checkpoint; again to stop at once")
+                self.say("stopping after this step, with a checkpoint; interrupt again to stop at once")
                 results, code = self._stop(), interrupt_code(interrupt)
             except DivergedRunError as error:
                 raise DivergedRunError(f"{error}. {self._after_divergence(error.step)}", error.step) from None
@@ -189,7 +189,7 @@ class RunMonitor:
         saved = {done for _, done in self._complete} | ({self.first_step} if self.saves and self.first_step else set())
         good = max((done for done in saved if done <= step - 2), default=None)
         if good is None:
-            return f"{change}, and start again: no checkpoint before it is known to be good"
+            return f"{change}, and start again: no checkpoint from before step {step} is known to be good"
         suspect = [done for done in sorted(saved) if good < done < step]
         delete = f" (first delete the later save of step {suspect[0]}: it may be damaged)" if suspect else ""
         return f"The last good checkpoint is of step {good}. {change}: the same command resumes from there{delete}"

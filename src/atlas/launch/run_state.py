@@ -140,7 +140,7 @@ def _locked(folder: Path) -> IO[str]:
                 f"{folder}: another coordinator uses this folder. A run has one coordinator: end that one, or give "
                 "this one another folder"
             ) from None
-        log.debug("%s: no locks here: %s", folder, error)  # some network file systems
+        log.debug("%s: this file system has no locks: %s", folder, error)  # some network file systems
     return lock
 
 

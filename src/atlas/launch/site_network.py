@@ -6,7 +6,6 @@ Knows addresses and ports. Opens a socket only to check that an address and its 
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,9 +13,11 @@ from dataclasses import asdict, dataclass, field
 from itertools import combinations
 from typing import Any
 
+from atlas.addresses import is_loopback
 from atlas.errors import AtlasError
 from atlas.launch.machine import network_name
 from atlas.launch.rendezvous import AgentName
+from atlas.runtime.assignment import read
 from atlas.wan.transport.base import Address, PeerRoute, is_wildcard
 from atlas.wan.transport.handshake import resolve
 
@@ -159,8 +160,7 @@ class SiteFacts:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> SiteFacts:
-        ports = data["ports"]
-        return cls(**{**data, "ports": None if ports is None else PortRange(**ports)})
+        return read(cls, data)
 
     @property
     def host(self) -> str:
@@ -221,7 +221,7 @@ def own_address(toward: Address) -> str:
                 found = str(sock.getsockname()[0])
         except OSError:
             continue
-        if not ipaddress.ip_address(found).is_loopback:
+        if not is_loopback(found):
             return found
     return "127.0.0.1"
 
@@ -259,7 +259,7 @@ def _require_free(host: str, port: int, ports: PortRange) -> None:
         if time.monotonic() > deadline:
             raise AtlasError(
                 f"--ports {ports}: port {port} at {host} cannot be used: {reason}. Two launchers on one host need "
-                "ranges that do not overlap; `ss -ltnp` shows who has it"
+                "ranges that do not overlap; `ss -ltnp` shows which process uses it"
             )
         time.sleep(POLL_S)
 
@@ -275,10 +275,3 @@ def _bind_error(host: str, port: int) -> str | None:
     except (OSError, UnicodeError) as error:
         return getattr(error, "strerror", None) or "no address"
     return None
-
-
-def routes_from_json(given: Mapping[str, Any]) -> dict[str, PeerRoute]:
-    return {
-        node: PeerRoute(None if address is None else (str(address[0]), int(address[1])), bool(dial_for))
-        for node, (address, dial_for) in given.items()
-    }

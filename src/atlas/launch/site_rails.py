@@ -27,6 +27,7 @@ from atlas.launch.rails import RailControl, RailCosts, RailSettings, changing_pa
 from atlas.launch.remote_workers import RemoteWorkers
 from atlas.launch.rendezvous import AgentName
 from atlas.launch.worker_processes import WorkerGroup, WorkerProcesses
+from atlas.runtime.assignment import read
 from atlas.runtime.wiring import WorkerRole
 from atlas.spec import Job
 
@@ -100,7 +101,7 @@ class SiteRails:
         self._costs = [
             RailCosts(None, np.zeros((0, 0, 0), np.int64))
             if known is None or (group := known["groups"][number]) is None
-            else RailCosts(_circuits(group["circuits"]), _of_pipelines(group["compute_ns"], program.num_pipelines))
+            else RailCosts(read(Circuits, group["circuits"]), _of_pipelines(group["compute_ns"], program.num_pipelines))
             for number, program in enumerate(programs)
         ]
         self.pairs = [changing_pairs(p, one.circuits) for p, one in zip(programs, self._costs, strict=True)]
@@ -167,12 +168,6 @@ class _SiteWorkers(WorkerGroup):
 
     def fail(self, error: AtlasError) -> None:
         self._reply({"error": str(error), "user_error": not isinstance(error, WorkerError)})
-
-
-def _circuits(known: Message) -> Circuits:
-    """From JSON."""
-    lists = {key: tuple(known[key]) for key in ("switches", "delay_ns", "provision")}
-    return Circuits(until_step=bool(known["until_step"]), **lists)
 
 
 def _of_pipelines(per_stage: list[list[int]], num_pipelines: int) -> Ints:

@@ -99,18 +99,11 @@ class TrainOptions:
 
 def recipe_options(recipe: Recipe, *, model: str) -> dict[str, Any]:
     """The fields of TrainOptions that a recipe holds. `model`: the one to train where the recipe names none."""
-    saved = recipe.checkpoints
+    saved, same = recipe.checkpoints, ("steps", "optimizer", "learning_rate", "clip", "compile", "seed", "sums", "zero")
     return {
-        "steps": recipe.steps,
+        **{key: getattr(recipe, key) for key in same},
         "model": recipe.model or model,
         "data": recipe.data.shards or "",
-        "optimizer": recipe.optimizer,
-        "learning_rate": recipe.learning_rate,
-        "clip": recipe.clip,
-        "compile": recipe.compile,
-        "seed": recipe.seed,
-        "sums": recipe.sums,
-        "zero": recipe.zero,
         "logs": Path(recipe.logging.folder) if recipe.logging.folder is not None else None,
         "checkpoints": saved.folder,
         "save_every": saved.every,

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TextIO
 from atlas.errors import EXTRAS, AtlasError, DivergedRunError, MissingExtraError, WorkerError
 from atlas.launch.forkserver import Child, fork_server
 from atlas.launch.worker_logs import WorkerLogs
-from atlas.lifetime import describe_exit
+from atlas.lifetime import Closing, describe_exit
 
 log = logging.getLogger("atlas.launch")
 GRACE_S = 0.7
@@ -46,7 +46,7 @@ Meanwhile = Callable[[str, dict[str, Any]], bool]
 """Handles a message that is not the awaited one; returns whether it was expected."""
 
 
-class WorkerGroup(ABC):
+class WorkerGroup(Closing, ABC):
     """A group of workers, on this host or elsewhere, as the launcher sees it."""
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -89,18 +89,33 @@ class WorkerGroup(ABC):
         Raises when nothing arrives for `timeout_s`, and on the first error of any worker. After an exception of
         `meanwhile`, or Ctrl-C, replies stay queued too.
         """
-        names, replies, others = list(self.names if of is None else of), dict[str, Any](), list[WorkerMessage]()
-        taken: list[WorkerMessage] = []
+        found = self._replies(self.names if of is None else of, key, timeout_s, meanwhile, strict=True)
+        return {name: value for name, (value, _) in found.items()}
+
+    def request(
+        self, names: Sequence[str], message: dict[str, Any], key: str, timeout_s: float
+    ) -> dict[str, tuple[Any, int]]:
+        """The replies of all these to a message, and when each was received. Other messages stay queued, in order."""
+        for name in names:
+            self.send(name, message)
+        return self._replies(names, key, timeout_s, lambda *_: False, strict=False)
+
+    def _replies(
+        self, names: Sequence[str], key: str, timeout_s: float, meanwhile: Meanwhile, *, strict: bool
+    ) -> dict[str, tuple[Any, int]]:
+        """The value of `key` from each of these, and when it was received. `strict`: another message of one of them is
+        an error, if `meanwhile` does not expect it."""
+        replies, others, taken = dict[str, tuple[Any, int]](), list[WorkerMessage](), list[WorkerMessage]()
         try:
             while len(replies) < len(names):
                 new = self._next(
                     timeout_s, lambda: f"no {key!r} from {', '.join(n for n in names if n not in replies)}"
                 )
                 if new.message is not None and key in new.message and new.name in names:
-                    replies[new.name] = new.message[key]
+                    replies[new.name] = (new.message[key], new.at_ns)
                     taken.append(new)
                 elif new.message is None or not meanwhile(new.name, new.message):
-                    if new.name in names or new.message is None or "error" in new.message:
+                    if new.message is None or "error" in new.message or (strict and new.name in names):
                         raise self._root_cause(new.name, new.message)
                     others.append(new)
             taken = []
@@ -112,24 +127,6 @@ class WorkerGroup(ABC):
     def clock_of(self) -> dict[str, str]:
         """By worker: the process or agent to ask for its clock. Processes of one host have one clock."""
         return {name: name for name in self.names}
-
-    def request(
-        self, names: Sequence[str], message: dict[str, Any], key: str, timeout_s: float
-    ) -> dict[str, tuple[Any, int]]:
-        """The replies of all these to a message, and when each was received. Other messages stay queued, in order."""
-        replies, others = dict[str, tuple[Any, int]](), list[WorkerMessage]()
-        for name in names:
-            self.send(name, message)
-        while len(replies) < len(names):
-            new = self._next(timeout_s, lambda: f"no {key!r} from {', '.join(n for n in names if n not in replies)}")
-            if new.message is not None and key in new.message:
-                replies[new.name] = (new.message[key], new.at_ns)
-            elif new.message is None or "error" in new.message:
-                raise self._root_cause(new.name, new.message)
-            else:
-                others.append(new)
-        self._deferred.extendleft(reversed(others))
-        return replies
 
     def _next(self, timeout_s: float, missing: Callable[[], str]) -> WorkerMessage:
         """The next message that is not a warning; warnings are passed to `warn`."""
@@ -225,12 +222,6 @@ class WorkerProcesses(WorkerGroup):
         for reader in self._readers:
             reader.join(max(0.0, deadline - time.monotonic()))
         self.logs.close()
-
-    def __enter__(self) -> WorkerProcesses:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _start(self, module: str, name: str) -> _Worker:
         their_stdin, stdin = os.pipe()

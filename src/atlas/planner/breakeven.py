@@ -184,11 +184,11 @@ def _egress(asker: _Asker, wins: bool) -> BreakEven:
     now = max(route.egress_usd_per_gb for route in _routes(asker.planned.job))
     figures = together.figures
     if not figures.egress_usd or not now:
-        return BreakEven("egress", None, "egress: no price is known, so none changes it.")
+        return BreakEven("egress", None, "egress: the job has no price for it, so no break-even is computed.")
     # The cost of a token is linear in the price of egress, and the plan is the one above.
     edge = (alone.figures.usd_per_iteration - figures.rent_usd) / figures.egress_usd
     speed = asker.planned.objective.minimise == "throughput"
-    lead = "egress: does not change how fast it is; " if speed else "egress: "
+    lead = "egress: does not change the speed; " if speed else "egress: "
     if edge <= 0:
         text = f"{lead}across regions a token costs more even with free egress (now ${now:g}/GB)."
         return BreakEven("egress", None, text)

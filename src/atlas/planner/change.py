@@ -68,7 +68,8 @@ def _range(text: str, rest: str) -> tuple[Any, ...]:
         or not (math.isfinite(low) and math.isfinite(high))
         or (log and min(low, high) <= 0)
     ):
-        raise _bad(text, f"needs 2 to {MAX_POINTS} finite values (with log: positive values)", "Change it")
+        rule = f"needs 2 to {MAX_POINTS} finite values (with log: positive values)"
+        raise _bad(text, rule, "Write it like 10..100:10, or 1..1000:7log")
     raw = np.geomspace(low, high, count) if log else np.linspace(low, high, count)
     values = (
         [round(float(v)) for v in raw] if whole and abs(high - low) >= count - 1 else [float(f"{v:.6g}") for v in raw]

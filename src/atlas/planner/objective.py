@@ -122,7 +122,7 @@ def objective_of(
         why.append(f"at {min_throughput.strip()}{'' if unit else ' it/s'} or more")
     if (tokens is None) != (deadline is None):
         missing = "--deadline" if deadline is None else "--tokens"
-        rule, remedy = "--tokens and --deadline need each other", f"Give {missing} too"
+        rule, remedy = "--tokens and --deadline must be given together", f"Give {missing} too"
         raise SpecError(where=missing, key=missing.lstrip("-"), rule=rule, remedy=remedy)
     if tokens is not None and deadline is not None:
         count, _ = amount(tokens, "--tokens", {"": 1, "m": 1e6, "b": 1e9, "t": 1e12}, "1T or 300e9")

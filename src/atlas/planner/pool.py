@@ -18,15 +18,19 @@ from atlas.cost.cluster_arrays import ClusterArrays, Flags, Floats, Ints
 from atlas.cost.model_arrays import FORWARD, ModelArrays, model_arrays
 from atlas.planner.candidate import Candidate, Group, kind_of
 from atlas.planner.estimate import Batch, Estimate, estimate
+from atlas.planner.nested import nested_best, workers_used
 from atlas.planner.objective import Objective
-from atlas.planner.shapes import Shape, Shapes
+from atlas.planner.shapes import FEW_DCS, Shape, Shapes
 from atlas.planner.space import Space
 from atlas.planner.split import max_layers
 
 SLACK = 0.03
 """Share of a limit that an estimate may miss without being dropped: the simulator decides."""
 BY_ESTIMATE, BY_FLOOR = 4, 16
-"""Candidates of each kind kept of one tp, microbatch size and depth."""
+"""Candidates of each kind kept of one tp, microbatch size and depth: those for which fewer are better and need no more
+workers anywhere."""
+WIDER = 4
+"""With those, at most this many times as many are kept."""
 FAR = 2.0
 """Variants that score worse than the best of their batch by this factor are not kept for their floors."""
 
@@ -194,14 +198,18 @@ def kept(
     fits = found.fits & np.where(is_alone, space.is_kind("one"), space.is_kind("pipeline"))
     score = np.where(fits, objective.score(found.iteration_s, found.usd, space.tokens, SLACK), np.inf)
     floor = np.full_like(score, np.inf)
+    used = np.zeros((len(score), 0), np.int64)
+    if cluster.num_dcs <= FEW_DCS:
+        used = workers_used(cluster, batch.shapes, batch.shape, batch.replicas)
     chosen: dict[int, None] = {}
     for kind in (is_alone, ~is_alone):
         of_kind = np.where(kind, score, np.inf)
-        best = _first(of_kind, BY_ESTIMATE)
+        best = nested_best(of_kind, used, BY_ESTIMATE, WIDER * BY_ESTIMATE)
         near = np.union1d(best, np.flatnonzero(of_kind <= FAR * of_kind.min(initial=np.inf)))
         near = near[np.isfinite(of_kind[near])]
         floor[near] = floors(space, objective, found, near)
-        chosen |= dict.fromkeys([*best.tolist(), *_first(np.where(kind, floor, np.inf), BY_FLOOR).tolist()])
+        lowest = nested_best(np.where(kind, floor, np.inf), used, BY_FLOOR, WIDER * BY_FLOOR)
+        chosen |= dict.fromkeys([*best.tolist(), *lowest.tolist()])
     return [
         entry_of(space, cluster, batch, found, v, float(score[v]), float(floor[v]))
         for v in chosen
@@ -221,15 +229,6 @@ def floor_score(space: Space, objective: Objective, floor_s: Any, floor_usd: Any
     missed = objective.missed(iteration_s, usd, space.tokens, SLACK) > 0
     free = Objective(objective.minimise).score(floor_s, floor_usd, space.tokens)
     return np.where(missed, objective.score(iteration_s, usd, space.tokens, SLACK), free)
-
-
-def _first(score: Floats, count: int) -> Ints:
-    """Where the lowest scores are, lowest first, the earlier first where they are equal."""
-    if len(score) > count:
-        near = np.flatnonzero(score <= np.partition(score, count - 1)[count - 1])
-    else:
-        near = np.arange(len(score))
-    return near[np.argsort(score[near], kind="stable")][:count]
 
 
 def group_of(cluster: ClusterArrays, variant: Variant, layers: tuple[int, ...], num_microbatches: int) -> Group:

@@ -1,51 +1,40 @@
 """Candidates with data parallelism over regions: several groups of pipelines, which sum their gradients once an
 iteration.
 
-A tour is an order of the datacenters. Along a tour, each datacenter with room for a whole pipeline gets a group of
-pipelines; smaller ones share a group with their neighbours. The first two groups of a tour are one candidate, the first
-three another, and so on. On few datacenters all combinations of groups are candidates too. Microbatches are distributed
-so that all groups finish together. Uses estimates only.
+`lines` finds groups that go together. Here each line gets a rough score, the best are priced in full, and microbatches
+are distributed so that all groups finish together. Uses estimates only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from itertools import combinations, islice, pairwise, permutations, product
+from functools import cached_property
 
 import numpy as np
 
-from atlas.cost.cluster_arrays import ClusterArrays, all_nodes_bps
+from atlas.cost.cluster_arrays import ClusterArrays, Floats, Ints, all_nodes_bps
 from atlas.planner.candidate import Candidate
 from atlas.planner.estimate import Batch, Estimate, estimate
 from atlas.planner.judge import wan_traffic
-from atlas.planner.meet import meeting_s, ring
+from atlas.planner.lines import combined, every_group, room_of, tour_lines
+from atlas.planner.meet import meeting_s, num_rounds, ring
+from atlas.planner.nested import nested_best, workers_used
 from atlas.planner.objective import Objective
 from atlas.planner.pool import SLACK, EstimatedCandidate, Frame, Tick, Variant, depths, floor_score, group_of
-from atlas.planner.shapes import FEW_DCS, compositions
+from atlas.planner.shapes import FEW_DCS, FEW_WORKERS, alike
 from atlas.planner.space import Space
 
-MAX_TOURS = 6
-MAX_PARTS = 8
-"""A group of up to this many datacenters is always tried; memory and distance may need more."""
-FEW_REGIONS = 3
-FEW_REPLICAS = 8
-MOST_LINES = 3_000
-"""Limits of the complete search on few datacenters: datacenters, replicas, combinations."""
-KEEP = 40
-"""Candidates that are priced in full; ten times as many where only this kind of plan is asked for."""
-
-Lanes = list[list[tuple[float, float]]]
-"""[i][j]: bits a second that all nodes of two datacenters get together, 0 without a path; and the latency."""
-
-
-def _lanes(space: Space, cluster: ClusterArrays) -> Lanes:
-    """Plain numbers: they are read one by one."""
-    i, j = np.indices((cluster.num_dcs, cluster.num_dcs))
-    nodes = np.minimum(cluster.nodes[i], cluster.nodes[j])
-    bps = np.where(cluster.joined, all_nodes_bps(cluster, i, j, nodes, space.tcp), 0.0)
-    return [list(zip(*pair, strict=True)) for pair in zip(bps.tolist(), cluster.latency_s.tolist(), strict=True)]
+KEEP = 8
+"""A line is priced in full if fewer lines than this are better and need no more workers in any datacenter."""
+KEEP_OF_MANY = 40
+"""With many datacenters: lines that are priced in full. Ten times as many where only this kind of plan is asked for."""
+WIDER = 40
+"""At most this many times as many lines are priced."""
+GROUPS, MOST_GROUPS = 3, 1_000
+"""The same for groups in the same datacenters, before they are combined."""
+MOST_LINES = 10_000
+"""Lines that are compared, the best by rough score. The sum between groups may take several times as long as it has."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,23 +44,54 @@ class _EstimatedGroups:
     frame: Frame
     batch: Batch
     found: Estimate
-    at: dict[Variant, int]
-    lanes: Lanes
+    groups: list[Variant]
+    used: Ints
+    """[v, i]: workers."""
     by_floor: bool
     """Whether plans are compared under searched orders, which come close to their floors."""
 
     @cached_property
-    def figures(self) -> list[tuple[float, ...]]:
-        """[v]: period, fill, rent, closing, as plain numbers."""
+    def line(self) -> tuple[Floats, Floats]:
+        """[v]: period and fill, such that n microbatches take about fill + (n - 1) periods. Of floors where these
+        count: several groups have about half of the microbatches each that a group alone has."""
         found = self.found
-        period_s, fill_s = found.period_s, found.fill_s
-        if self.by_floor:
-            v, count = np.arange(len(period_s)), found.num_microbatches
-            one_s, two_s = (found.floors.done_s(v, k * count).max(axis=1) for k in (1, 2))
-            period_s = (two_s - one_s) / count
-            fill_s = one_s - (count - 1) * period_s
-        columns = (period_s, fill_s, found.usd_per_s, found.closing_s)
-        return list(zip(*(column.tolist() for column in columns), strict=True))
+        if not self.by_floor:
+            return found.period_s, found.fill_s
+        every, half = np.arange(len(found.period_s)), (found.num_microbatches + 1) // 2
+        more = np.maximum(found.num_microbatches, half + 1)
+        half_s, more_s = (found.floors.done_s(every, count).max(axis=1) for count in (half, more))
+        period_s = (more_s - half_s) / (more - half)
+        return period_s, half_s - (half - 1) * period_s
+
+    @cached_property
+    def first_dc(self) -> Ints:
+        """[v]: where stage 0 is."""
+        return np.array([shape[0][0] for shape, _, _ in self.groups], np.int64)
+
+    @cached_property
+    def most_stages(self) -> Ints:
+        """[v]: in one datacenter."""
+        return np.array([max(stages for _, stages in shape) for shape, _, _ in self.groups], np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class _Scored:
+    """Lines of groups with their rough scores."""
+
+    estimated: _EstimatedGroups
+    members: Ints
+    """[n, g]: numbers of groups."""
+    score: Floats
+    used: Ints
+    """[n, i]: GPUs."""
+
+    @property
+    def look(self) -> Ints:
+        """[n, .]: differs where lines differ in more than their datacenters, in nearly all cases."""
+        batch, count = self.estimated.batch, len(self.score)
+        replicas, cell = ((one[self.members] ** 2).sum(axis=1) for one in (batch.replicas, batch.cell))
+        same = np.tile([batch.tp, batch.microbatch, batch.depth, self.members.shape[1]], (count, 1))
+        return np.column_stack([same, replicas, cell])
 
 
 def several_groups(
@@ -87,186 +107,123 @@ def several_groups(
     distributed for searched orders."""
     if cluster.num_dcs == 1 or space.num_cells is not None:
         return [], 0
-    quick: list[tuple[float, int, _EstimatedGroups, tuple[Variant, ...]]] = []
-    lanes = _lanes(space, cluster)
+    scored: list[_Scored] = []
     for k, frame in enumerate(worth):
         if tick is not None:
             tick("estimating regions", k, len(worth))
         for depth in depths(space, cluster, frame):
-            estimated, lines = _estimate_groups(space, cluster, frame, depth, lanes, by_floor)
-            if estimated is None:
-                continue
-            unique: dict[frozenset[Variant], tuple[float, tuple[Variant, ...]]] = {}
-            for score, line in sorted(_rough(space, cluster, objective, estimated, lines), key=lambda q: -q[0]):
-                # The same groups in another order are the same candidate: the ring goes by distance.
-                unique[frozenset(line)] = (score, line)
-            quick += [(score, len(quick) + n, estimated, line) for n, (score, line) in enumerate(unique.values())]
-    best = sorted(quick, key=lambda q: (q[0], q[1]))[: 10 * KEEP if space.kind == "data" else KEEP]
-    entries = [entry_of(space, cluster, objective, estimated, line) for _, _, estimated, line in best]
-    return sorted((e for e in entries if e is not None), key=lambda entry: entry.score), len(quick)
+            scored += _scored(space, cluster, objective, frame, depth, by_floor)
+    keep = (KEEP if cluster.num_dcs <= FEW_DCS else KEEP_OF_MANY) * (10 if space.kind == "data" else 1)
+    entries = [
+        entry_of(space, cluster, objective, scored[k].estimated, scored[k].members[n].tolist())
+        for k, n in _best(cluster, scored, keep)
+    ]
+    best = sorted((e for e in entries if e is not None), key=lambda entry: entry.score)
+    return best, sum(len(one.score) for one in scored)
 
 
-def _estimate_groups(
-    space: Space, cluster: ClusterArrays, frame: Frame, depth: int, lanes: Lanes, by_floor: bool
-) -> tuple[_EstimatedGroups | None, list[tuple[Variant, ...]]]:
-    workers = tuple(n if space.can_use(name) else 0 for n, name in zip(_room(frame), cluster.names, strict=True))
-    lines = dict.fromkeys(
-        consecutive_groups(cluster, workers, tour, depth, replicas)
-        for tour in tours(cluster, frame)
-        for replicas in _levels(space, frame, depth)
+def _best(cluster: ClusterArrays, scored: Sequence[_Scored], count: int) -> list[tuple[int, int]]:
+    """(which of the scored, which line of it), best first. Of lines that differ in equal datacenters one is taken."""
+    if not scored:
+        return []
+    which = np.concatenate(
+        [np.stack([np.full(len(one.score), k), np.arange(len(one.score))]) for k, one in enumerate(scored)], axis=1
     )
-    kept = [line for line in lines if len(line) > 1]
-    if cluster.num_dcs <= FEW_REGIONS:
-        kept = list(dict.fromkeys([*kept, *_every_line(space, cluster, workers, depth)]))
-    every = list(dict.fromkeys(group for line in kept for group in line))
-    if not every:
-        return None, []
-    shapes = {shape: k for k, shape in enumerate(dict.fromkeys(shape for shape, _, _ in every))}
-    rows = np.array([(shapes[shape], replicas, cell) for shape, replicas, cell in every], np.int64)
+    score, used, look = (np.concatenate([getattr(one, name) for one in scored]) for name in ("score", "used", "look"))
+    near = np.argsort(score, kind="stable")[:MOST_LINES]
+    which, score, used, look = which[:, near], score[near], used[near], look[near]
+    if cluster.num_dcs > FEW_DCS:
+        return list(zip(*which[:, :count].tolist(), strict=True))
+    classes = np.array(alike(cluster))
+    shares = [np.sort(used[:, classes == one], axis=1) for one in dict.fromkeys(classes.tolist())]
+    _, first = np.unique(np.column_stack([np.round(score / score[0], 10), look, *shares]), axis=0, return_index=True)
+    first.sort()
+    kept = first[nested_best(score[first], used[first], count, WIDER * count)]
+    return list(zip(*which[:, kept].tolist(), strict=True))
+
+
+def _scored(
+    space: Space, cluster: ClusterArrays, objective: Objective, frame: Frame, depth: int, by_floor: bool
+) -> Iterator[_Scored]:
+    """The lines of one frame and depth that fit."""
+    room = room_of(space, cluster, frame)
+    by_dcs = every_group(space, cluster, frame, room, depth)
+    is_complete = bool(by_dcs) and max(room) <= FEW_WORKERS
+    along = [] if is_complete else tour_lines(space, cluster, frame, room, depth)
+    groups = dict.fromkeys(group for found in [*by_dcs.values(), *along] for group in found)
+    if not groups:
+        return
+    at = {group: v for v, group in enumerate(groups)}
+    shapes = {shape: k for k, shape in enumerate(dict.fromkeys(shape for shape, _, _ in groups))}
+    rows = np.array([(shapes[shape], replicas, cell) for shape, replicas, cell in groups], np.int64)
     batch = Batch(frame.tp, frame.microbatch, depth, list(shapes), rows[:, 0], rows[:, 1], rows[:, 2])
     found = estimate(space, cluster, frame.model, batch)
-    return _EstimatedGroups(frame, batch, found, {group: v for v, group in enumerate(every)}, lanes, by_floor), kept
+    used = workers_used(cluster, batch.shapes, batch.shape, batch.replicas)
+    estimated = _EstimatedGroups(frame, batch, found, list(groups), used, by_floor)
+    lines = [*combined(_best_groups(space, estimated, {dcs: [at[g] for g in one] for dcs, one in by_dcs.items()}))]
+    lines += _prefixes([[at[group] for group in line if found.fits[at[group]]] for line in along])
+    for members in lines:
+        one = _rough(space, cluster, objective, estimated, members)
+        if len(one.score):
+            yield one
 
 
-def _every_line(
-    space: Space, cluster: ClusterArrays, workers: Sequence[int], depth: int
-) -> Iterator[tuple[Variant, ...]]:
-    """On few datacenters: groups of all sizes, also smaller than there is room for, in all combinations, up to
-    `MOST_LINES`."""
-    by_dcs: dict[frozenset[int], list[Variant]] = {}
-    usable = [i for i, n in enumerate(workers) if n]
-    for size in range(1, min(len(usable), depth) + 1):
-        for order in permutations(usable, size):
-            if all(cluster.joined[a, b] for a, b in pairwise(order)):
-                by_dcs.setdefault(frozenset(order), []).extend(_groups_of(space, workers, order, depth))
-    lines = (
-        line
-        for size in range(2, len(usable) + 1)
-        for sets in combinations(by_dcs, size)
-        if sum(map(len, sets)) == len(frozenset().union(*sets))
-        for line in product(*(by_dcs[one] for one in sets))
-    )
-    yield from islice(lines, MOST_LINES)
+def _best_groups(
+    space: Space, estimated: _EstimatedGroups, by_dcs: dict[frozenset[int], list[int]]
+) -> dict[frozenset[int], Ints]:
+    """Of the groups in the same datacenters those that would be the first to finish half of an iteration."""
+    period_s, fill_s = estimated.line
+    half_s = fill_s + period_s * space.slots(estimated.frame.microbatch) / 2 / estimated.batch.replicas
+    half_s = np.where(estimated.found.fits, half_s, np.inf)
+    best: dict[frozenset[int], Ints] = {}
+    for dcs, numbers in by_dcs.items():
+        v = np.array(numbers, np.int64)
+        kept = v[nested_best(half_s[v], estimated.used[v], GROUPS, MOST_GROUPS)]
+        if len(kept):
+            best[dcs] = kept
+    return best
 
 
-def _groups_of(space: Space, workers: Sequence[int], order: tuple[int, ...], depth: int) -> Iterator[Variant]:
-    most = max(workers[i] for i in order)
-    counts = range(1, most + 1) if most <= FEW_REPLICAS else sorted({most >> k for k in range(4)})
-    for replicas in counts:
-        cells = {1} if len(order) == 1 else {c for c in space.cell_sizes if replicas % c == 0}
-        for stages in compositions(depth, [workers[i] // replicas for i in order], MOST_LINES):
-            for cell in sorted(cells):
-                yield tuple(zip(order, stages, strict=True)), replicas, cell
-
-
-def _levels(space: Space, frame: Frame, depth: int) -> list[int]:
-    """Replicas of a group: as many as fit when the largest datacenter holds a whole pipeline, half of one, a third ...,
-    one stage; 0 means as many as each group has room for."""
-    largest = int(frame.shapes.workers.max())
-    counts = {-(-depth // parts) for parts in range(1, min(depth, MAX_PARTS) + 1)}
-    found = {largest // stages for stages in counts}
-    return [0, *sorted(r for r in found if 0 < r <= space.slots(frame.microbatch) // 2)]
-
-
-def tours(cluster: ClusterArrays, frame: Frame) -> list[tuple[int, ...]]:
-    if cluster.num_dcs <= FEW_DCS:
-        return list(permutations(range(cluster.num_dcs)))
-    every = frame.shapes.tours()
-    return list(dict.fromkeys([*every[: 1 + MAX_TOURS], *every[-MAX_TOURS:]]))
-
-
-def _room(frame: Frame) -> list[int]:
-    """Workers by datacenter; 0 where a datacenter is not used."""
-    return list(np.where(frame.usable, frame.shapes.workers, 0).tolist())
-
-
-@lru_cache(maxsize=20_000)  # microbatch sizes have the same groups
-def consecutive_groups(
-    cluster: ClusterArrays, workers: tuple[int, ...], tour: tuple[int, ...], depth: int, replicas: int
-) -> tuple[Variant, ...]:
-    """Groups along a tour: consecutive datacenters, as few as have room for `replicas` pipelines (0: for one pipeline;
-    then the group has as many as fit)."""
-    found: list[Variant] = []
-    waiting: list[int] = []
-    held = 0
-    for i in tour:
-        room = workers[i] // max(1, replicas)
-        if not room:
-            continue
-        if waiting and not cluster.joined[waiting[-1], i]:
-            waiting, held = [], 0
-        waiting.append(i)
-        held += room
-        if held >= depth:
-            found.append(_joined(workers, waiting, depth, replicas))
-            waiting, held = [], 0
-    return tuple(found)
-
-
-def _joined(workers: Sequence[int], chain: list[int], depth: int, replicas: int) -> Variant:
-    """A group in these datacenters, with as many replicas as fit, and the largest cell that divides the replicas."""
-    if len(chain) == 1:
-        return ((chain[0], depth),), workers[chain[0]] // depth, 1
-    stages, replicas, cell = _dealt(tuple([workers[i] for i in chain]), depth, replicas)
-    shape = tuple([(i, s) for i, s in zip(chain, stages, strict=True) if s])
-    return shape, replicas, cell if len(shape) > 1 else 1
-
-
-@lru_cache(maxsize=10_000)
-def _dealt(room: tuple[int, ...], depth: int, replicas: int) -> tuple[tuple[int, ...], int, int]:
-    """(stages by datacenter, replicas, pipelines per cell), the first datacenters filled first, none left out."""
-    replicas = replicas or max(r for r in range(1, max(room) + 1) if sum(n // r for n in room) >= depth)
-    stages, left = [], depth
-    for k, n in enumerate(room):
-        take = min(n // replicas, left - sum(1 for m in room[k + 1 :] if m // replicas > 0))
-        stages.append(max(0, take))
-        left -= max(0, take)
-    for k, n in enumerate(room):  # stages that were reserved for later datacenters and not used
-        more = min(left, n // replicas - stages[k])
-        stages[k] += more
-        left -= more
-    return tuple(stages), replicas, max(c for c in range(1, min(8, replicas) + 1) if replicas % c == 0)
+def _prefixes(lines: Sequence[list[int]]) -> Iterator[Ints]:
+    """[n, g]: the first 2, 3, ... groups of the lines. The same groups in another order are the same candidate: the
+    ring goes by distance."""
+    for count in range(2, max(map(len, lines), default=0) + 1):
+        unique = {frozenset(line[:count]): line[:count] for line in reversed(lines) if len(line) >= count}
+        yield np.array(list(unique.values()), np.int64)
 
 
 def _rough(
-    space: Space,
-    cluster: ClusterArrays,
-    objective: Objective,
-    estimated: _EstimatedGroups,
-    lines: Sequence[tuple[Variant, ...]],
-) -> list[tuple[float, tuple[Variant, ...]]]:
-    """A rough score of the first 2, 3, ... groups of each line."""
-    lines = [tuple(group for group in line if estimated.found.fits[estimated.at[group]]) for line in lines]
-    rough = [(line[:count], s, usd) for line in lines for count, s, usd in _prefixes(space, estimated, line)]
-    rough = [one for one in rough if space.uses_kept(cluster.names[i] for shape, _, _ in one[0] for i, _ in shape)]
-    if not rough:
-        return []
-    iteration_s, usd = np.array([figures for _, *figures in rough]).T
-    scores = objective.score(iteration_s, usd, space.tokens, SLACK)
-    return [(score, line) for score, (line, _, _) in zip(scores.tolist(), rough, strict=True)]
-
-
-def _prefixes(space: Space, estimated: _EstimatedGroups, line: Sequence[Variant]) -> Iterator[tuple[int, float, float]]:
-    """(number of groups, seconds, dollars). The groups finish together; then their gradients pass the slowest lane."""
-    slots, depth = space.slots(estimated.frame.microbatch), estimated.batch.depth
-    total = float(estimated.frame.model.gradient_bytes.sum()) * 8 / depth
-    rate, busy, rent, closing, lane_s, worst_s = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
-    for k, group in enumerate(line):
-        period_s, fill_s, usd_per_s, closing_s = estimated.figures[estimated.at[group]]
-        rate += group[1] / period_s
-        busy += group[1] * (fill_s / period_s - 1)
-        rent += usd_per_s
-        closing = max(closing, closing_s)
-        if k == 0:
-            continue
-        i, j = line[k - 1][0][0][0], group[0][0][0]
-        lane_bps, latency_s = estimated.lanes[i][j]
-        if not lane_bps:
-            return
-        lane_s = max(lane_s, total * max(stages for _, stages in group[0]) / lane_bps)
-        worst_s = max(worst_s, latency_s)
-        iteration_s = (slots + busy) / rate + closing + 2 * k / (k + 1) * lane_s + 2 * k * worst_s
-        yield k + 1, iteration_s, iteration_s * rent
+    space: Space, cluster: ClusterArrays, objective: Objective, estimated: _EstimatedGroups, members: Ints
+) -> _Scored:
+    """The groups finish together; then their gradients pass the slowest lane."""
+    frame, found = estimated.frame, estimated.found
+    used = estimated.used[members].sum(axis=1)
+    if space.datacenters is not None:
+        is_kept = np.array([name in space.datacenters for name in cluster.names])
+        members = members[((used > 0) == is_kept).all(axis=1)]
+        used = estimated.used[members].sum(axis=1)
+    replicas = estimated.batch.replicas[members]
+    period_s, fill_s = (one[members] for one in estimated.line)
+    rate = (replicas / period_s).sum(axis=1)
+    busy = (replicas * (fill_s / period_s - 1)).sum(axis=1)
+    count = members.shape[1]
+    a, b = estimated.first_dc[members[:, :-1]], estimated.first_dc[members[:, 1:]]
+    per_node = np.maximum(1, cluster.gpus_per_node // frame.tp)
+    nodes = [
+        -(-np.take_along_axis(estimated.used[one], dc[..., None], axis=2)[..., 0] // per_node[dc])
+        for one, dc in ((members[:, :-1], a), (members[:, 1:], b))
+    ]
+    lane_bps = np.where(cluster.joined[a, b], all_nodes_bps(cluster, a, b, np.minimum(*nodes), space.tcp), 0.0)
+    bits = float(frame.model.gradient_bytes.sum()) * 8 / estimated.batch.depth * estimated.most_stages[members[:, 1:]]
+    with np.errstate(divide="ignore"):
+        lane_s = (bits / lane_bps).max(axis=1)
+    wan_s = 2 * (count - 1) / count * lane_s + num_rounds(count) * cluster.latency_s[a, b].max(axis=1)
+    iteration_s = (space.slots(frame.microbatch) + busy) / rate + found.closing_s[members].max(axis=1) + wan_s
+    ok = np.isfinite(iteration_s)
+    members, iteration_s, used = members[ok], iteration_s[ok], used[ok]
+    usd = iteration_s * found.usd_per_s[members].sum(axis=1)
+    score = np.asarray(objective.score(iteration_s, usd, space.tokens, SLACK))
+    return _Scored(estimated, members, score, used * frame.tp)
 
 
 def deal(slots: int, replicas: Sequence[int], fill_s: Sequence[float], period_s: Sequence[float]) -> list[int] | None:
@@ -288,12 +245,12 @@ def deal(slots: int, replicas: Sequence[int], fill_s: Sequence[float], period_s:
 
 
 def entry_of(
-    space: Space, cluster: ClusterArrays, objective: Objective, estimated: _EstimatedGroups, line: Sequence[Variant]
+    space: Space, cluster: ClusterArrays, objective: Objective, estimated: _EstimatedGroups, members: list[int]
 ) -> EstimatedCandidate | None:
     """The candidate with these groups. The sum between groups is priced as in `judge`."""
     frame, found = estimated.frame, estimated.found
-    members = [estimated.at[group] for group in line]
-    period, fill = ([estimated.figures[v][k] for v in members] for k in (0, 1))
+    line = [estimated.groups[v] for v in members]
+    period, fill = (one[members].tolist() for one in estimated.line)
     counts = deal(space.slots(frame.microbatch), [replicas for _, replicas, _ in line], fill, period)
     if counts is None:
         return None

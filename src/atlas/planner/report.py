@@ -93,7 +93,7 @@ def empty_slots(planned: Planned) -> list[str]:
     """One sentence if the winner's pipelines do not all have the same number of microbatches."""
     best = planned.winner.candidate
     empty = best.slots - planned.space.slots(best.microbatch)
-    words = f"{empty} of the winner's {best.slots} microbatch slots stay empty: some of its pipelines have one less."
+    words = f"{empty} of the plan's {best.slots} microbatch slots stay empty: some pipelines have one microbatch less."
     return [words] if empty else []
 
 

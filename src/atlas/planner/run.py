@@ -12,15 +12,19 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
+
 from atlas.cost.cluster_arrays import ClusterArrays, cluster_arrays
 from atlas.cost.price import Tcp
 from atlas.errors import InfeasibleError, SpecError
 from atlas.planner.candidate import Candidate
 from atlas.planner.infeasible import explain
 from atlas.planner.judge import Judged, judge
+from atlas.planner.nested import nested_best
 from atlas.planner.objective import Objective, require_prices
 from atlas.planner.pool import Tick
 from atlas.planner.search import FEW, LEAST, Played, Search, events
+from atlas.planner.shapes import FEW_DCS
 from atlas.planner.space import Space, space_of
 from atlas.planner.strategies import STRATEGIES
 from atlas.planner.whole import Whole
@@ -32,7 +36,7 @@ POLISH_EVENTS = 1_000_000
 NEAR = 1.08
 """Finalists score within this factor of the first: more tries gain less than that."""
 FINALISTS = 8
-"""Of the candidates, those whose schedule is searched in full."""
+"""A candidate is searched in full if fewer than this are better and need no more GPUs in any datacenter."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ class Confident:
         chosen = f"{percent} % of {self.draws} draws of the weather take at most {self.percentile_s:.4g} s"
         if not self.changed:
             return f"{chosen}; no other plan is clearly better."
-        return f"{chosen}; of the plan that the links' constants choose, at most {self.constants_choice_s:.4g} s."
+        return f"{chosen}; with the plan that is best without weather, at most {self.constants_choice_s:.4g} s."
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,7 +174,7 @@ def _fastest(search: Search, best: Judged, tries: int | None) -> Played:
     found: list[Played] = []
     others = [one for one in search.ranking() if one.candidate != best.candidate]
     near = [one for one in others if search.score(one) <= NEAR * search.score(best)]
-    for judged in [best, *near][: LEAST if search.screened else FINALISTS]:
+    for judged in _finalists(search, [best, *near]):
         least = min((search.score(one.judged) for one in found), default=float("inf"))
         if search.floors.get(judged.candidate, 0.0) >= least:
             continue
@@ -185,6 +189,14 @@ def _fastest(search: Search, best: Judged, tries: int | None) -> Played:
                 continue
         found.append(search.played[judged.candidate])
     return min(found, key=lambda one: (search.missed(one.judged) > 0, search.score(one.judged)))
+
+
+def _finalists(search: Search, ranking: list[Judged]) -> list[Judged]:
+    """Those whose schedule is searched in full, best first. More nodes must not displace a finalist that fits fewer."""
+    if search.screened or search.cluster.num_dcs > FEW_DCS:
+        return ranking[: LEAST if search.screened else FINALISTS]
+    used = np.array([[one.candidate.gpus.get(name, 0) for name in search.cluster.names] for one in ranking], np.int64)
+    return [ranking[k] for k in nested_best(np.arange(len(ranking), dtype=np.float64), used, FINALISTS, 2 * FINALISTS)]
 
 
 def start(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cache, lru_cache
 from itertools import combinations, pairwise, permutations
+from math import comb
 
 import numpy as np
 
@@ -19,8 +20,10 @@ Shape = tuple[tuple[int, int], ...]
 """(datacenter's number, stages) along the pipeline."""
 
 FEW_DCS = 4
-MAX_DEALS = 30
-"""Up to this many ways to distribute stages over one ordered subset, all are tried; beyond it a few."""
+FEW_DEALS = 30
+"""Up to this many ways to distribute stages over one ordered subset, all are tried; beyond it a few, and:"""
+MAX_DEALS, FEW_WORKERS = 120, 16
+"""Up to this many ways with room not counted, all that take no more than so many workers of each datacenter."""
 MAX_STARTS = 24
 """Datacenters, the largest, from which tours start."""
 MAX_RUNS = 12
@@ -56,19 +59,21 @@ class Shapes:
     def of(self, depth: int, replicas: int) -> list[Shape]:
         """Shapes for `replicas` pipelines of `depth` stages; the same list object for the same room."""
         room = [min(workers // replicas, depth) for workers in self._room]
-        key = (depth, *room)
+        is_few = self.cluster.num_dcs <= FEW_DCS
+        key = (depth, FEW_WORKERS // replicas if is_few else 0, *room)
         if key not in self._known:
-            self._known[key] = self._few(depth, room) if self.cluster.num_dcs <= FEW_DCS else self._many(depth, room)
+            self._known[key] = self._few(depth, room, key[1]) if is_few else self._many(depth, room)
         return self._known[key]
 
-    def _few(self, depth: int, room: list[int]) -> list[Shape]:
+    def _few(self, depth: int, room: list[int], least: int) -> list[Shape]:
+        few = [min(n, least) for n in room]
         found: dict[object, Shape] = {}
         usable = [i for i in range(len(room)) if room[i] > 0]
         for count in range(self._least, min(len(usable), depth) + 1):
             for order in permutations(usable, count):
                 if not np.isfinite(self._way_s(order)) or sum(room[i] for i in order) < depth:
                     continue
-                for stages in self._deals(order, depth, room):
+                for stages in self.deals(order, depth, room, few):
                     shape = tuple(zip(order, stages, strict=True))
                     found.setdefault(self._seen_as(shape), shape)
         return list(found.values())
@@ -130,14 +135,22 @@ class Shapes:
         return tuple(tour)
 
     # ---- stages ----------------------------------------------------------------------------------------------
-    def _deals(self, order: Sequence[int], depth: int, room: list[int]) -> Iterable[tuple[int, ...]]:
-        """Ways to deal the stages to datacenters in this order, each at least one."""
-        every = list(compositions(depth, [room[i] for i in order], MAX_DEALS))
-        return every if len(every) < MAX_DEALS else _sensible(order, depth, room, self._prefers)
+    def deals(
+        self, order: Sequence[int], depth: int, room: Sequence[int], few: Sequence[int]
+    ) -> Iterable[tuple[int, ...]]:
+        """Ways to deal the stages to datacenters in this order, each at least one. All of those that fit into `few`,
+        which does not grow with the room: a cluster with more nodes would lose some otherwise."""
+        every = list(compositions(depth, [room[i] for i in order], FEW_DEALS))
+        if len(every) < FEW_DEALS:
+            return every
+        found = list(_sensible(order, depth, room, self._prefers))
+        if comb(depth - 1, len(order) - 1) <= MAX_DEALS:
+            found += compositions(depth, [few[i] for i in order], MAX_DEALS + 1)
+        return dict.fromkeys(found)
 
     def _seen_as(self, shape: Shape) -> object:
         """Equal for shapes that cost the same."""
-        classes = self.cluster.classes if len(shape) > 1 else self.cluster.classes_alone
+        classes = alike(self.cluster) if len(shape) > 1 else self.cluster.classes_alone
         return tuple((classes[i], stages) for i, stages in shape)
 
     def _way_s(self, order: Sequence[int]) -> float:
@@ -170,6 +183,20 @@ class Shapes:
                 yield (*runs[:a], (j, runs[a][1]), *runs[a + 1 :])
 
 
+@lru_cache(maxsize=64)
+def alike(cluster: ClusterArrays) -> tuple[int, ...]:
+    """By datacenter, the same number where pipelines cost the same; all different where links are listed. With one GPU
+    a node, the number of nodes makes no difference."""
+    if cluster.spec.links is not None:
+        return tuple(range(cluster.num_dcs))
+    known: dict[object, int] = {}
+    plain = []
+    for dc in cluster.spec.datacenters:
+        nodes = dc.nodes if dc.gpus_per_node > 1 or dc.fabric is not None else 1
+        plain.append(dc.model_copy(update={"name": "-", "location": None, "nodes": nodes}))
+    return tuple(known.setdefault(dc, len(known)) for dc in plain)
+
+
 def compositions(total: int, most: Sequence[int], limit: int) -> Iterator[tuple[int, ...]]:
     """Ways to write `total` as a sum of 1..most[k], at most about `limit` of them."""
     count = 0
@@ -188,7 +215,7 @@ def compositions(total: int, most: Sequence[int], limit: int) -> Iterator[tuple[
 
 
 def _sensible(
-    order: Sequence[int], depth: int, room: list[int], prefers: Sequence[list[float]]
+    order: Sequence[int], depth: int, room: Sequence[int], prefers: Sequence[list[float]]
 ) -> Iterable[tuple[int, ...]]:
     """Fill the first, the last, the fastest, the cheapest first; and in proportion to room."""
     count = len(order)

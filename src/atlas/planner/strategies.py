@@ -35,7 +35,7 @@ from atlas.planner.pool import (
 )
 from atlas.planner.regions import several_groups
 from atlas.planner.search import FEW, LEAST, MOST, PLAYED_EVENTS, SIMULATIONS, Search, events
-from atlas.planner.shapes import Shape
+from atlas.planner.shapes import Shape, alike
 from atlas.sim.simulate import compiled_engine
 
 FRONT = 4
@@ -53,6 +53,9 @@ WORTHWHILE = 0.995
 NEAR_EAGER = 1.25
 """Those leaders are within this factor of the first: a searched order saves nothing in some plans and a fifth in
 others."""
+
+MOST_OF_ALL, EVENTS_OF_ALL = 3 * MOST, 3 * PLAYED_EVENTS
+"""Limits of the simulations of candidates that may be the best of all kinds."""
 
 
 # ---- ours --------------------------------------------------------------------------------------------------
@@ -83,6 +86,8 @@ def ours(search: Search) -> None:
     for entry in _front([*alone, *apart]):
         if not search.is_spent:
             search.simulate(entry.candidate)
+    if by_floor:
+        _best_of_all(search, entries)
 
 
 def _best_when_screened(search: Search, entries: list[EstimatedCandidate]) -> None:
@@ -134,6 +139,22 @@ def _best_of_each_kind(search: Search, entries: list[EstimatedCandidate]) -> Non
                 queue.learn(new, search.score(judged))
 
 
+def _best_of_all(search: Search, entries: list[EstimatedCandidate]) -> None:
+    """Where the simulations did not suffice for every kind: candidates of any kind whose floor is lower than the best
+    plan. With a larger cluster more of them come before the best plan of a smaller one, so there are more of these."""
+    seen: set[tuple[object, ...]] = set()
+    queue = _Queue(entries, search)
+    for entry in entries:
+        if (judged := search.judged.get(entry.candidate)) is not None:
+            queue.learn(entry, search.score(judged))
+    for entry in queue:
+        if search.num_simulated >= MOST_OF_ALL or search.events >= EVENTS_OF_ALL:
+            return
+        best = search.best
+        if (best is None or entry.floor < search.score(best)) and _is_new(search, entry, seen):
+            search.simulate(entry.candidate)
+
+
 class _Queue:
     """Candidates of one kind, alternately the best by estimate and the best by promise. Promise is the floor times how
     far simulated candidates of the same class were above theirs. Floors alone would not do: candidates with a low floor
@@ -176,8 +197,8 @@ def _is_new(search: Search, entry: EstimatedCandidate, seen: set[tuple[object, .
     rival = search.best_of(kind_of(entry.candidate))
     if rival is not None and entry.floor >= search.score(rival):
         return False
-    # The same stages in another order of the datacenters, estimated the same, are simulated the same.
-    alike = (round(entry.score, 12), round(entry.floor, 12), *_stages(entry.candidate))
+    # The same stages in another order of the datacenters or in equal ones, estimated the same, are simulated the same.
+    alike = (round(entry.score, 12), round(entry.floor, 12), *_stages(search, entry.candidate))
     if alike in seen or entry.candidate in search.judged or entry.candidate in search.refused:
         return False
     seen.add(alike)
@@ -185,9 +206,14 @@ def _is_new(search: Search, entry: EstimatedCandidate, seen: set[tuple[object, .
     return True
 
 
-def _stages(candidate: Candidate) -> tuple[object, ...]:
-    """The same for candidates that differ in the order of their datacenters or groups only."""
-    groups = sorted((group.cells, group.pipelines_per_cell, sorted(group.places)) for group in candidate.groups)
+def _stages(search: Search, candidate: Candidate) -> tuple[object, ...]:
+    """The same for candidates that differ in the order of their datacenters or groups only, or in which of several
+    equal datacenters they use."""
+    sort = dict(zip(search.cluster.names, alike(search.cluster), strict=True))
+    groups = sorted(
+        (group.cells, group.pipelines_per_cell, sorted((sort[name], stages) for name, stages in group.places))
+        for group in candidate.groups
+    )
     return (candidate.tp, candidate.microbatch, str(groups))
 
 
@@ -272,7 +298,7 @@ def algorithm1(search: Search) -> None:
             key="pp",
             value=job.pp,
             rule="Algorithm 1 takes tp, pp, microbatch and pipelines per cell from the job, and with these no number "
-            "of cells finds room, a path and memory",
+            "of cells fits the GPUs, links and memory",
             remedy="Change them, or use --strategy ours, which chooses them",
         )
     for entry in entries[:2]:
@@ -334,8 +360,8 @@ def exhaustive(search: Search) -> None:
 STRATEGIES: dict[str, tuple[str, Callable[[Search], None]]] = {
     "ours": ("estimate every kind of plan, simulate the best of them (the default)", ours),
     "algorithm1": (
-        "the paper's: the job's own degrees, largest datacenters first, one loop over the cells",
+        "the paper's, with the job's own tp, pp, microbatch and pipelines per cell",
         algorithm1,
     ),
-    "exhaustive": ("simulate every candidate: small clusters only", exhaustive),
+    "exhaustive": ("simulate every candidate, for small clusters", exhaustive),
 }

@@ -6,7 +6,9 @@ Plain values that travel as JSON. Loads no torch, so a launcher that only forwar
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Literal, TypeVar
 
@@ -14,7 +16,7 @@ from pydantic import TypeAdapter
 
 from atlas.errors import AtlasError
 from atlas.ir.text import from_text
-from atlas.runtime.models.config import DecoderConfig, gpt
+from atlas.runtime.models.config import DecoderConfig, even_layers, gpt
 from atlas.runtime.recipe import LearningRate, OptimizerSettings
 from atlas.runtime.wiring import GroupShape, WorkerRole
 from atlas.wan.transport.base import PeerRoute
@@ -40,6 +42,10 @@ class ModelChoice:
     """A Hugging Face folder of safetensors; empty: random weights."""
     layers_per_stage: tuple[int, ...] = ()
     """Empty: nearly equal, counting embedding and head as a layer each."""
+
+    def layer_counts(self, num_stages: int) -> tuple[int, ...]:
+        """Layers of each stage."""
+        return self.layers_per_stage or even_layers(self.config.num_layers, num_stages)
 
 
 @dataclass(frozen=True)
@@ -215,6 +221,13 @@ class Assignment:
         return read(cls, data)
 
 
-def read(cls: type[T], data: Json) -> T:
+def read(cls: type[T], data: Mapping[str, Any]) -> T:
     """A dataclass from its `asdict`, nested dataclasses and tuples included."""
-    return TypeAdapter(cls).validate_python(data)
+    kind: Any = cls
+    found: T = _adapter(kind).validate_python(data)
+    return found
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)

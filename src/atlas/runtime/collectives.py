@@ -14,6 +14,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, ReduceScat
 
 from atlas.errors import WorkerError
 from atlas.runtime.assignment import Assignment
-from atlas.runtime.exchange import ExchangeKey, PartSizes
+from atlas.runtime.exchange import Exchange, ExchangeKey, PartSizes
 from atlas.runtime.ordered_sum import CHUNK_BYTES, OrderedSum
 from atlas.runtime.waits import Pending
 from atlas.runtime.wiring import WorkerRole
@@ -99,7 +100,7 @@ def appear_alone(name: str) -> None:
     os.environ |= {"NCCL_HOSTID": name, "NCCL_SOCKET_IFNAME": "lo"}
 
 
-class TorchExchange:
+class TorchExchange(Exchange):
     """Among the ranks of one process group."""
 
     def __init__(
@@ -155,7 +156,11 @@ class TorchExchange:
         if not self.on_host:
             return [self._pending(self._group._reduce_scatter_base(mine, out, ReduceScatterOptions()), what)]
         handle = Handle(what)
-        threading.Thread(target=self._sum, args=(out, mine, handle), daemon=True, name="ordered sum").start()
+
+        def add() -> None:
+            OrderedSum(self.rank, self.size, LANES, self._to_peer, out, mine).run()
+
+        threading.Thread(target=_settle, args=(handle, add), daemon=True, name="ordered sum").start()
         return [handle]
 
     def close(self) -> None:
@@ -164,14 +169,6 @@ class TorchExchange:
 
     def _pending(self, work: Any, what: str) -> Pending:
         return _gloo_handle(work, what) if self.on_host else PolledWork(work, what)
-
-    def _sum(self, out: Tensor, mine: Tensor, handle: Handle) -> None:
-        try:
-            OrderedSum(self.rank, self.size, LANES, self._to_peer, out, mine).run()
-        except RuntimeError as error:
-            handle.fail(_first_line(error))
-        else:
-            handle.finish()
 
     def _to_peer(self, distance: int, out: Tensor, into: Tensor) -> Any:
         """An `all_to_all` with values for one rank only: an operation with all ranks would use one lane."""
@@ -184,21 +181,18 @@ class TorchExchange:
 
 def _gloo_handle(work: Any, what: str) -> Handle:
     handle = Handle(what)
-
-    def settle(future: Any) -> None:
-        try:
-            future.value()
-        except RuntimeError as error:
-            handle.fail(_first_line(error))
-        else:
-            handle.finish()
-
-    work.get_future().add_done_callback(settle)
+    work.get_future().add_done_callback(lambda future: _settle(handle, future.value))
     return handle
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
+def _settle(handle: Handle, run: Callable[[], object]) -> None:
+    """Ends the handle as the call ends."""
+    try:
+        run()
+    except RuntimeError as error:
+        handle.fail(str(error).partition("\n")[0])
+    else:
+        handle.finish()
 
 
 class PolledWork:

@@ -13,13 +13,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from atlas.errors import WorkerError
-from atlas.runtime.device import Copied, PendingUpload, Running, Span
+from atlas.runtime.device import Copied, Device, Running, Span
 from atlas.runtime.spans import SpanUnion
 
 T = TypeVar("T")
@@ -32,10 +32,9 @@ REBASE_NS = 20 * 10**9
 """How often the GPU's clock is compared with the host's: an event's time is a float32 of milliseconds."""
 
 
-class Cuda:
+class Cuda(Device):
     """One GPU, possibly shared with other processes."""
 
-    overrun_ns = 0
     is_thread = False
 
     def __init__(self, name: str = "cuda:0") -> None:
@@ -82,9 +81,9 @@ class Cuda:
             tensor.record_stream(self._down)
             done.record(self._down)
         self._copied.append(_Timed(start, done, self._base))
-        self._copies.put(done, host, then)
+        self._copies.put(done.synchronize, host, then)
 
-    def upload(self, tensor: Tensor) -> PendingUpload:
+    def upload(self, tensor: Tensor) -> Callable[[], Tensor]:
         with torch.cuda.device(self.place), torch.cuda.stream(self._up):
             there = torch.empty_like(tensor, device=self.place)
             start, done = _event(), _event()
@@ -92,7 +91,15 @@ class Cuda:
             there.copy_(tensor, non_blocking=True)
             done.record(self._up)
         self._copied.append(_Timed(start, done, self._base))
-        return _Uploaded(there, done, tensor)
+
+        def get(_source: Tensor = tensor) -> Tensor:
+            """Keeps the source until the copy is done."""
+            stream = torch.cuda.current_stream()
+            stream.wait_event(done)
+            there.record_stream(stream)
+            return there
+
+        return get
 
     def copied(self) -> Copied:
         copies = [copy.span() for copy in list(self._copied)]
@@ -112,6 +119,9 @@ class Cuda:
         self._copies.close()
 
 
+_Copy = tuple[Callable[[], None], Tensor, Callable[[Tensor], None]]
+
+
 class Copies:
     """Copies to the host, each passed on when it is done, in order, on a thread.
 
@@ -127,10 +137,11 @@ class Copies:
         self._thread = threading.Thread(target=self._hand_over, daemon=True, name=f"atlas {place} copies")
         self._thread.start()
 
-    def put(self, done: Done, host: Tensor, then: Callable[[Tensor], None]) -> None:
+    def put(self, wait: Callable[[], None], host: Tensor, then: Callable[[Tensor], None]) -> None:
+        """`wait` returns when the copy is done."""
         if self._error is not None:
             raise self._error
-        self._queue.put(_Copy(done, host, then))
+        self._queue.put((wait, host, then))
 
     def close(self) -> None:
         self._queue.put(None)
@@ -141,8 +152,9 @@ class Copies:
             if self._error is not None:
                 continue
             try:
-                copy.done.synchronize()
-                copy.then(copy.host)
+                wait, host, then = copy
+                wait()
+                then(host)
             except Exception as error:
                 log.exception("a copy from %s failed", self.place)
                 self._error = WorkerError(f"a copy from {self.place} to the host failed: {error!r}")
@@ -190,31 +202,3 @@ class _Queued(NamedTuple, Generic[T]):
 
     def wait(self) -> Span:
         return self.timed.span()
-
-
-class Done(Protocol):
-    """The end of a copy; torch's event is one."""
-
-    def synchronize(self) -> None: ...
-
-
-class _Copy(NamedTuple):
-    """A pending copy to the host."""
-
-    done: Done
-    host: Tensor
-    then: Callable[[Tensor], None]
-
-
-class _Uploaded(NamedTuple):
-    """A pending copy to the device; keeps `source` until it is done."""
-
-    tensor: Tensor
-    done: torch.cuda.Event
-    source: Tensor
-
-    def get(self) -> Tensor:
-        stream = torch.cuda.current_stream()
-        stream.wait_event(self.done)
-        self.tensor.record_stream(stream)
-        return self.tensor

@@ -52,60 +52,6 @@ class Running(Protocol[T_co]):
         ...
 
 
-class PendingUpload(Protocol):
-    """A copy to the device that was started."""
-
-    def get(self) -> Tensor:
-        """The tensor on the device; work that uses it waits for the copy."""
-        ...
-
-
-class Device(Protocol):
-    place: str
-    """The torch device of its tensors."""
-    overrun_ns: int
-    """Time by which the host was slower than the pace."""
-    is_thread: bool
-    """Whether work runs on the worker's own thread, so that other threads take time from it."""
-
-    def begin(self, work: Callable[[], T], cost_ns: int, ready_ns: int) -> Running[T]:
-        """Do `work`, whose inputs were ready at `ready_ns`. A device with a queue returns at once, so that the next
-        work can be queued."""
-        ...
-
-    def ran(self, span: Span) -> None:
-        """Work of training that `begin` started has ended, for statistics."""
-        ...
-
-    def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Host memory that copies well to and from the device."""
-        ...
-
-    def download(self, tensor: Tensor, then: Callable[[Tensor], None]) -> None:
-        """Call `then`, on any thread, with a contiguous copy in host memory when it is complete. Never blocks."""
-        ...
-
-    def upload(self, tensor: Tensor) -> PendingUpload:
-        """Start a copy from host memory, which must not change until the copy is used; from any thread."""
-        ...
-
-    def copied(self) -> Copied:
-        """Wait for pending copies. Nothing is counted if host and device are the same."""
-        ...
-
-    def peak_bytes(self) -> int:
-        """The most memory of the device that tensors have had at once; 0 if it is the host's."""
-        ...
-
-    def on_failure(self, report: Callable[[WorkerError], None]) -> None:
-        """`report` is called, on another thread, with errors of background threads."""
-        ...
-
-    def close(self) -> None:
-        """End background threads."""
-        ...
-
-
 class _Done(NamedTuple, Generic[T]):
     """Finished work of a device without a queue."""
 
@@ -117,54 +63,59 @@ class _Done(NamedTuple, Generic[T]):
         return self.span
 
 
-class _OnHost(NamedTuple):
-    tensor: Tensor
-
-    def get(self) -> Tensor:
-        return self.tensor
-
-
-class Cpu:
-    """Runs work on the calling thread."""
+class Device:
+    """A device whose memory is the host's and which computes on the calling thread; others override what differs."""
 
     place = "cpu"
+    """The torch device of its tensors."""
     overrun_ns = 0
+    """Time by which the host was slower than the pace."""
     is_thread = True
-
-    def run(self, work: Callable[[], T], cost_ns: int, ready_ns: int) -> tuple[T, Span]:
-        start_ns = time.monotonic_ns()
-        result = work()
-        return result, Span(start_ns, time.monotonic_ns())
+    """Whether work runs on the worker's own thread, so that other threads take time from it."""
 
     def begin(self, work: Callable[[], T], cost_ns: int, ready_ns: int) -> Running[T]:
-        return _Done(*self.run(work, cost_ns, ready_ns))
+        """Do `work`, whose inputs were ready at `ready_ns`. A device with a queue returns at once, so that the next
+        work can be queued."""
+        start_ns = time.monotonic_ns()
+        result = work()
+        return _Done(result, Span(start_ns, time.monotonic_ns()))
 
     def ran(self, span: Span) -> None:
-        pass
+        """Work of training that `begin` started has ended, for statistics."""
 
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Host memory that copies well to and from the device."""
         return torch.empty(shape, dtype=dtype)
 
     def download(self, tensor: Tensor, then: Callable[[Tensor], None]) -> None:
+        """Call `then`, on any thread, with a contiguous copy in host memory when it is complete. Never blocks."""
         then(tensor.contiguous())
 
-    def upload(self, tensor: Tensor) -> PendingUpload:
-        return _OnHost(tensor)
+    def upload(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Start a copy from host memory, which must not change until the copy is used; from any thread. The result
+        returns the tensor on the device; work that uses it waits for the copy."""
+        return lambda: tensor
 
     def copied(self) -> Copied:
+        """Wait for pending copies. Nothing is counted if host and device are the same."""
         return Copied(0, 0, 0)
 
     def peak_bytes(self) -> int:
+        """The most memory of the device that tensors have had at once; 0 if it is the host's."""
         return 0
 
     def on_failure(self, report: Callable[[WorkerError], None]) -> None:
-        pass
+        """`report` is called, on another thread, with errors of background threads."""
 
     def close(self) -> None:
-        pass
+        """End background threads."""
 
 
-class Paced(Cpu):
+class Cpu(Device):
+    """The host's cores, without a pace."""
+
+
+class Paced(Device):
     """Busy for `cost_ns` from the moment at which both the device and the inputs were ready.
 
     The op begins at that moment, not when Python woke up, as work queued on a CUDA stream begins when the stream is
@@ -179,7 +130,7 @@ class Paced(Cpu):
         self.free_ns = 0
         self.overrun_ns = 0
 
-    def run(self, work: Callable[[], T], cost_ns: int, ready_ns: int) -> tuple[T, Span]:
+    def begin(self, work: Callable[[], T], cost_ns: int, ready_ns: int) -> Running[T]:
         start_ns = max(self.free_ns, ready_ns)
         result = work()
         end_ns = start_ns + cost_ns
@@ -190,4 +141,4 @@ class Paced(Cpu):
         else:
             time.sleep(-late_ns / 1e9)
         self.free_ns = end_ns
-        return result, Span(start_ns, end_ns)
+        return _Done(result, Span(start_ns, end_ns))

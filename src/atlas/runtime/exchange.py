@@ -6,8 +6,9 @@ Knows ranks (pipelines) and flat tensors; not gradients.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,32 +33,31 @@ class ExchangeKey(NamedTuple):
     kind: int
 
 
-class Exchange(Protocol):
+class Exchange(ABC):
     """Among the ranks of one stage. Buffers must not change until every `Pending` is done."""
 
     rank: int
     size: int
-    on_host: bool
+    on_host: bool = True
     """Whether it takes tensors in host memory, or on the device."""
-    reduces: bool
+    reduces: bool = False
     """Whether `reduce` may be used: the exchange adds."""
 
+    @abstractmethod
     def swap(self, key: ExchangeKey, out: Tensor, into: Tensor, sizes: PartSizes | None, what: str) -> list[Pending]:
         """Send each rank its part of `out`, and receive a part of `into` from each, both in the order of ranks."""
-        ...
 
+    @abstractmethod
     def gather(self, key: ExchangeKey, mine: Tensor, whole: Tensor, what: str) -> list[Pending]:
         """Receive the equal parts of all ranks into `whole`, this rank's own included."""
-        ...
 
     def reduce(self, key: ExchangeKey, out: Tensor, mine: Tensor, what: str) -> list[Pending]:
         """This rank's slice of the sum of all ranks' `out`. Where `on_host`, in the order of ranks; `mine` may be that
         slice of `out`."""
-        ...
+        raise WorkerError("this exchange does not add: use swap")
 
-    def close(self) -> None:
-        """End every operation."""
-        ...
+    def close(self) -> None:  # noqa: B027
+        """End every operation that is the exchange's own; links are closed by their owner."""
 
 
 class PartSizes(NamedTuple):
@@ -67,11 +67,8 @@ class PartSizes(NamedTuple):
     into: Sequence[int]
 
 
-class TransportExchange:
+class TransportExchange(Exchange):
     """Over the worker's links, in host memory."""
-
-    on_host = True
-    reduces = False
 
     def __init__(self, links: WorkerLinks) -> None:
         self.links = links
@@ -92,12 +89,6 @@ class TransportExchange:
         if parts[self.rank].data_ptr() != mine.data_ptr():
             parts[self.rank].copy_(mine)
         return list(handles)
-
-    def reduce(self, key: ExchangeKey, out: Tensor, mine: Tensor, what: str) -> list[Pending]:
-        raise WorkerError("the WAN transport does not add: use swap")
-
-    def close(self) -> None:
-        """The links are closed by their owner."""
 
     def _parts(self, flat: Tensor, sizes: Sequence[int] | None) -> Sequence[Tensor]:
         return torch.split(flat, list(sizes) if sizes else flat.numel() // self.size)

@@ -155,16 +155,10 @@ class WorkerLinks:
 
     # ---- across pipelines, and along the pipeline for what is not an activation --------------------------------------
     def send_to(self, lane: int, pipeline: int, rank: int, tag: Tag, buffer: Buffer, what: str) -> Handle:
-        return self.send_node(lane, self.role.node_of(pipeline, rank), tag, buffer, what)
+        return self.main.send(Key(self.role.node_of(pipeline, rank), lane, tag), buffer, what=what)
 
     def recv_from(self, lane: int, pipeline: int, rank: int, tag: Tag, buffer: Buffer | None, what: str) -> Handle:
-        return self.recv_node(lane, self.role.node_of(pipeline, rank), tag, buffer, what)
-
-    def send_node(self, lane: int, node: str, tag: Tag, buffer: Buffer, what: str) -> Handle:
-        return self.main.send(Key(node, lane, tag), buffer, what=what)
-
-    def recv_node(self, lane: int, node: str, tag: Tag, buffer: Buffer | None, what: str) -> Handle:
-        return self.main.recv(Key(node, lane, tag), buffer, what)
+        return self.main.recv(Key(self.role.node_of(pipeline, rank), lane, tag), buffer, what)
 
     def close(self) -> None:
         """Close every connection at once."""

@@ -18,7 +18,7 @@ from atlas.runtime.models.config import DecoderConfig
 from atlas.runtime.transfers import bytes_of
 from atlas.runtime.waits import Wait
 from atlas.runtime.wiring import MEETING
-from atlas.wan.transport.base import Handle
+from atlas.wan.transport.base import Handle, Key
 
 if TYPE_CHECKING:
     from atlas.runtime.tensor_parallel.group import TensorGroup
@@ -68,11 +68,11 @@ class GroupMeeting:
     def _send(self, peer: Peer, key: tuple[int, int], values: Tensor) -> Handle:
         node = self._after.node_of(*peer)
         what = f"{self.role.who} sends gradients of step {key[0]} to {node}"
-        return self.links.send_node(MEETING, node, (*key, self.role.rank, 0), bytes_of(values), what)
+        return self.links.main.send(Key(node, MEETING, (*key, self.role.rank, 0)), bytes_of(values), what=what)
 
     def _recv(self, peer: Peer, key: tuple[int, int], values: Tensor, what: str) -> Handle:
         node = self._before.node_of(*peer)
-        return self.links.recv_node(MEETING, node, (*key, peer.rank, 0), bytes_of(values), f"{what} of {node}")
+        return self.links.main.recv(Key(node, MEETING, (*key, peer.rank, 0)), bytes_of(values), f"{what} of {node}")
 
 
 def _length(part: slice) -> int:

@@ -7,7 +7,7 @@ Knows ranks and tensors in host memory. How two ranks exchange a chunk is given 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,15 +16,9 @@ CHUNK_BYTES, BUFFER_BYTES = 4 << 20, 32 << 20
 """At most: of a chunk, and of all buffers of a sum."""
 
 
-class Started(Protocol):
-    """An exchange with one peer; torch's `Work` is one."""
-
-    def wait(self) -> object: ...
-
-
-ToPeer = Callable[[int, Tensor, Tensor], Started]
+ToPeer = Callable[[int, Tensor, Tensor], Any]
 """(distance, out, into): sends `out` to the rank at this distance and receives `into` from the one at the opposite
-distance. All ranks call it alike."""
+distance; returns torch's `Work`. All ranks call it alike."""
 
 
 class OrderedSum:
@@ -56,7 +50,7 @@ class OrderedSum:
             if number + self.depth < len(self._results):
                 started.append(self._start(number + self.depth))
 
-    def _start(self, number: int) -> list[Started]:
+    def _start(self, number: int) -> list[Any]:
         return [
             self._to_peer(
                 distance,

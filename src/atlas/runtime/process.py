@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import gc
 import json
 import logging
@@ -45,7 +46,7 @@ import torch.fx.experimental.symbolic_shapes  # 0.8 s: the first backward would 
 from atlas.errors import AtlasError
 from atlas.priority import shorten_slices
 from atlas.runtime.assignment import Assignment
-from atlas.runtime.checkpoint import SaveId
+from atlas.runtime.checkpoint.manifest import SaveId
 from atlas.runtime.circuits import WorkerCircuits
 from atlas.runtime.compiling import ONCE
 from atlas.runtime.device import Device
@@ -71,6 +72,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, KEPT_BYTES = -1, -3, 1 << 30
 
 def main() -> int:
     messages, out = sys.stdin, MessageWriter(_private_stdout())
+    faulthandler.enable()  # a crash in a library leaves the stacks of all threads in the log
     _keep_memory()
     _allow_sockets()
     torch.set_num_threads(1)

@@ -8,21 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from atlas.runtime.assignment import SaveChoice, TrainingSetup
-from atlas.runtime.checkpoint import (
-    CheckpointClient,
-    Checkpointer,
-    Meta,
-    RemoteStore,
-    Replicator,
-    Retention,
-    SaveId,
-    behind,
-    choose,
-    forget_targets,
-    load_layers,
-    share,
-    store_at,
-)
+from atlas.runtime.checkpoint.checkpointer import Checkpointer
+from atlas.runtime.checkpoint.client import CheckpointClient, RemoteStore, behind
+from atlas.runtime.checkpoint.copied_parts import forget_targets
+from atlas.runtime.checkpoint.load import choose, load_layers
+from atlas.runtime.checkpoint.manifest import Meta, SaveId
+from atlas.runtime.checkpoint.place import store_at
+from atlas.runtime.checkpoint.replicate import Replicator
+from atlas.runtime.checkpoint.retention import Retention
+from atlas.runtime.checkpoint.state import share
 from atlas.runtime.links import WorkerLinks
 from atlas.runtime.models.config import model_layers
 from atlas.runtime.stage_set import StageSet
@@ -90,7 +84,7 @@ class Saving:
             store,
             target,
             writer=self.role.name,
-            yield_way=behind(links),
+            yield_way=behind(links.is_sending),
             retention=self._copies,
             on_copied=on_copied,
         )

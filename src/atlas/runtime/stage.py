@@ -20,7 +20,7 @@ from atlas.runtime.models.decoder import TIED_HEAD
 from atlas.runtime.models.linear import Product
 from atlas.runtime.models.rope import rotation
 from atlas.runtime.models.task import DecoderTask
-from atlas.runtime.units import EmbeddingPass, HeadPass, LayerRunner, LossHead, Surroundings, UnitPass
+from atlas.runtime.units import HeadPass, LayerRunner, LossHead, Surroundings, UnitPass, embed
 
 
 class UnitAgain(NamedTuple):
@@ -177,7 +177,7 @@ class Stage:
             return unit_pass.output.detach()
 
         if self.module.embedding is not None:
-            x = through(functools.partial(EmbeddingPass, self.module.embedding, around), x)
+            x = through(functools.partial(embed, self.module.embedding, around), x)
         for layer in self._layers.layers:
             x = through(functools.partial(self._layers.forward, layer, around), x)
         if self._head is not None:

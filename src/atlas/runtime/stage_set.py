@@ -16,7 +16,7 @@ from torch import Tensor
 
 from atlas.ir.program import BACKWARDS, Kind
 from atlas.runtime.assignment import Assignment
-from atlas.runtime.checkpoint import LayerState, restore, share, states_of
+from atlas.runtime.checkpoint.state import LayerState, restore, share, states_of
 from atlas.runtime.collectives import GroupStore, torch_exchanges
 from atlas.runtime.compiling import available, load_ahead, require_fixed_kernels
 from atlas.runtime.device import Device
@@ -25,7 +25,6 @@ from atlas.runtime.meeting import Meeting
 from atlas.runtime.models.config import activation_width, layer_of
 from atlas.runtime.models.decoder import TIED_EMBEDDING, TIED_HEAD
 from atlas.runtime.models.task import DecoderTask
-from atlas.runtime.models.tied import join
 from atlas.runtime.optimizer import FlatSlice, clip_factor, make_optimizer, norms_of, squares_of
 from atlas.runtime.stage import Stage
 from atlas.runtime.sync import GradientSync
@@ -154,8 +153,7 @@ class StageSet:
 
     # ---- the end of an iteration -------------------------------------------------------------------------------------
     def join_tied(self) -> None:
-        """Join the gradients of tied embeddings, if both ends are here."""
-        join(self.parameters)
+        add_tied(self.parameters)
 
     def tied_gradient(self, name: str) -> Tensor:
         """The whole gradient of one end."""
@@ -249,3 +247,11 @@ class StageSet:
 
     def end(self) -> None:
         """No call follows."""
+
+
+def add_tied(parameters: Mapping[str, Tensor]) -> None:
+    """Give both ends of tied embeddings, if both are here, the gradient of the whole matrix: the sum of theirs."""
+    embedding, head = (parameters[name].grad for name in (TIED_EMBEDDING, TIED_HEAD))
+    assert embedding is not None, "the embedding's gradient is missing"
+    assert head is not None, "the head's gradient is missing"
+    head.copy_(embedding.add_(head))

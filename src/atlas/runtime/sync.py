@@ -25,12 +25,11 @@ from atlas.runtime.links import WorkerLinks
 from atlas.runtime.meeting import Meeting
 from atlas.runtime.meeting_plan import norm_receivers
 from atlas.runtime.models.decoder import TIED_EMBEDDING
-from atlas.runtime.models.tied import joined
 from atlas.runtime.optimizer import global_norm
 from atlas.runtime.transfers import bytes_of
 from atlas.runtime.waits import Pending, Wait
 from atlas.runtime.wiring import CONTROL, GRADIENTS, MEETING, TIED
-from atlas.wan.transport.base import Handle
+from atlas.wan.transport.base import Handle, Key
 
 UP, DOWN = range(2)
 
@@ -112,7 +111,7 @@ class GradientSync:
             return exchange.reduce(key, mine, total.parts, what)
 
         if exchange.on_host and flat.device.type != "cpu":
-            arrived = CombinedHandle(f"{what}, its own copied from the device included,")
+            arrived = CombinedHandle(f"{what} (its own included, copied from the device)")
             total.arrived = [arrived]
             self.device.download(flat, lambda host: arrived.follow(exchange_parts(host)))
         else:
@@ -136,9 +135,9 @@ class GradientSync:
             gathered = exchange.gather(ExchangeKey(step, stage, SUMS), mine, total.sent, self._what(step))
             wait(gathered)  # the sent slice is part of the sums, which may be clipped in place from now on
             if total.sent is not total.flat:
-                total.flat.copy_(self.device.upload(total.sent).get())
+                total.flat.copy_(self.device.upload(total.sent)())
         else:
-            total.flat[own] = added if added.device == total.flat.device else self.device.upload(added).get()
+            total.flat[own] = added if added.device == total.flat.device else self.device.upload(added)()
         return max(_last_ns(total.arrived), met_ns, _last_ns(gathered))
 
     def _what(self, step: int) -> str:
@@ -180,8 +179,8 @@ class TiedEnds:
         own = mine[cut[role.pipeline]]
         sent = [self.links.send_to(TIED, role.pipeline, role.opposite_end, tag, bytes_of(own), what)]
         wait([came])
-        ends = (own, theirs) if name == TIED_EMBEDDING else (theirs, own)
-        half = joined(*ends)
+        # The embedding's first on both workers, which so get the same bits, take the same step and stay equal.
+        half = own + theirs if name == TIED_EMBEDDING else theirs + own
         whole[cut[role.pipeline]] = half
         tag = (step, 0, role.pipeline, HALVES)
         sent += [self.links.send_to(GRADIENTS, c, role.rank, tag, bytes_of(half), what) for c in role.other_pipelines]
@@ -219,7 +218,7 @@ class GlobalNorm:
             norm = np.array([global_norm([gathered.tolist(), *of_others])])
             for group, peer in norm_receivers(self.role):
                 what = f"{self.role.who} sends the norm of step {step} to another group"
-                self.links.send_node(MEETING, group.node_of(*peer), (step, 0, 0, NORMS), norm.tobytes(), what)
+                self.links.main.send(Key(group.node_of(*peer), MEETING, (step, 0, 0, NORMS)), norm.tobytes(), what=what)
         else:
             norm, at_ns = self._of_first_group(step, wait)
             moments.append(at_ns)
@@ -246,7 +245,7 @@ class GlobalNorm:
         first = self.role.groups[0]
         node = first.node_of(0, len(first.rank_dc) - 1)
         what = f"NORM of step {step} on {self.role.who} waits for {node}"
-        return _values(self.links.recv_node(MEETING, node, (step, 0, 0, NORMS), None, what), wait)
+        return _values(self.links.main.recv(Key(node, MEETING, (step, 0, 0, NORMS)), None, what), wait)
 
     def _send(self, rank: int, tag: tuple[int, int, int, int], values: np.ndarray) -> None:
         what = f"{self.role.who} sends the norm of step {tag[0]} to p{self.role.pipeline}.s{rank}"

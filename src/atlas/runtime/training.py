@@ -15,7 +15,7 @@ from torch import Tensor
 
 from atlas.runtime.assignment import DataChoice, TrainingSetup
 from atlas.runtime.data.batches import Batches, open_dataset
-from atlas.runtime.models.config import DecoderConfig, even_layers
+from atlas.runtime.models.config import DecoderConfig
 from atlas.runtime.models.task import DecoderTask
 from atlas.runtime.wiring import BatchShare
 
@@ -32,7 +32,7 @@ def make_task(
     model, data = training.model, training.data
     return DecoderTask(
         model.config,
-        model.layers_per_stage or even_layers(model.config.num_layers, num_stages),
+        model.layer_counts(num_stages),
         data.microbatch,
         data.length,
         num_microbatches,

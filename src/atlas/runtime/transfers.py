@@ -11,7 +11,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +21,7 @@ from torch import Tensor
 from atlas.errors import WorkerError
 from atlas.ir.program import BACKWARD, BACKWARDS, FORWARD, Kind, Op
 from atlas.runtime.circuits import WorkerCircuits
-from atlas.runtime.device import Device, PendingUpload
+from atlas.runtime.device import Device
 from atlas.runtime.links import WorkerLinks
 from atlas.runtime.record import PendingSend, StepRecord
 from atlas.wan.transport.base import Handle, Tag
@@ -51,14 +51,14 @@ class ReceivedTensor:
         self.handle = handle
         self._buffer, self._device = buffer, device
         self._lock = threading.Lock()
-        self._upload: PendingUpload | None = None
+        self._upload: Callable[[], Tensor] | None = None
         handle.on_done(self._start_early)
 
     @property
     def tensor(self) -> Tensor:
         self._start()
         assert self._upload is not None
-        return self._upload.get()
+        return self._upload()
 
     def _start_early(self, done: Handle) -> None:
         """On the transport's thread, which a device error must not end: the error is raised again by `tensor`."""
@@ -118,19 +118,19 @@ class Transfers:
             self._post(need)
         return self._posted[need].handle
 
-    def take(self, need: StageInput, *, keep: bool = False) -> tuple[Tensor, int]:
-        """The tensor on the device, and when it arrived; after its `arrival` is done. `keep`: to take it again."""
+    def take(self, need: StageInput) -> tuple[Tensor, int]:
+        """The tensor on the device, and when it arrived; after its `arrival` is done."""
         if need in self._here:
-            return self._here[need] if keep else self._here.pop(need)
-        arrival = self._posted[need] if keep else self._posted.pop(need)
+            return self._here.pop(need)
+        arrival = self._posted.pop(need)
         return arrival.tensor, arrival.handle.end_ns
 
     # ---- out ---------------------------------------------------------------------------------------------------------
     def send(self, op: Op, slot: int, num_passes: int, tensor: Tensor, record: StepRecord) -> None:
         """Send the output of a forward or a backward; `num_passes`: passes through the Program before this one. The
         device may still compute it: copies wait for the device, the caller does not."""
-        direction, need = self._need(op, slot)
-        transfer = self.transfer(direction, need.boundary, op.microbatch)
+        need = self._need(op, slot)
+        transfer = self.transfer(need.direction, need.boundary, op.microbatch)
         if self.program.stage_rank[need.stage] == self.role.rank:
             self._here[need] = (tensor, time.monotonic_ns())
             return
@@ -140,7 +140,7 @@ class Transfers:
         record.sendings.append(sending)
 
         def post(host: Tensor) -> None:
-            sending.handle = self.links.send(direction, need.boundary, self._tag(need), bytes_of(host), turn, what)
+            sending.handle = self.links.send(need.direction, need.boundary, self._tag(need), bytes_of(host), turn, what)
             sending.handle.on_done(lambda handle: self._failed.append(handle.error) if handle.error else None)
 
         circuits = self._circuits
@@ -151,16 +151,16 @@ class Transfers:
 
     def note_ready(self, op: Op, ready_ns: int, record: StepRecord) -> None:
         """When the output of an op was computed."""
-        direction, need = self._need(op, 0)
-        transfer = self.transfer(direction, need.boundary, op.microbatch)
+        need = self._need(op, 0)
+        transfer = self.transfer(need.direction, need.boundary, op.microbatch)
         record.ready_ns[transfer] = ready_ns
         if self.program.stage_rank[need.stage] == self.role.rank:
             record.start_ns[transfer] = ready_ns
 
-    def _need(self, op: Op, slot: int) -> tuple[int, StageInput]:
+    def _need(self, op: Op, slot: int) -> StageInput:
         """Whose input the output of an op is."""
-        direction = BACKWARD if op.kind in BACKWARDS else FORWARD
-        return direction, StageInput(direction, op.stage + 1 if direction == FORWARD else op.stage - 1, slot)
+        is_backward = op.kind in BACKWARDS
+        return StageInput(BACKWARD, op.stage - 1, slot) if is_backward else StageInput(FORWARD, op.stage + 1, slot)
 
     def raise_failed(self) -> None:
         """Raise the error of a send that has failed."""

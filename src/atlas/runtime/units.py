@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,15 +34,6 @@ class InputHalf(NamedTuple):
     products: list[Product]
 
 
-class UnitPass(Protocol):
-    """A forward that a backward follows."""
-
-    @property
-    def output(self) -> Tensor: ...
-
-    def input_half(self, y_gradient: Tensor | None) -> InputHalf: ...
-
-
 class Surroundings(NamedTuple):
     """What every layer of a pass uses."""
 
@@ -51,15 +42,35 @@ class Surroundings(NamedTuple):
     draw: Draw | None
 
 
-# ---- embedding -------------------------------------------------------------------------------------------------------
-class EmbeddingPass:
-    def __init__(self, embedding: Embedding, around: Surroundings, tokens_BL: Tensor) -> None:  # noqa: N803
-        self._parameters = list(embedding.parameters())
-        self.output: Tensor = embedding(tokens_BL, around.positions_L, around.draw)
+@dataclass(eq=False)
+class UnitPass:
+    """A forward that a backward follows."""
+
+    x: Tensor | None
+    """None: tokens, which have no gradient."""
+    output: Tensor
+    direct: Sequence[Tensor]
+    """Parameters whose gradients are complete after I."""
+    tape: EagerTape | None
+    """Of an eager unit with matrices."""
+    tapped: Sequence[tuple[Linear, Tensor, Tensor]] = ()
+    """Of a compiled unit: matrix, tap, input."""
 
     def input_half(self, y_gradient: Tensor | None) -> InputHalf:
-        gradients = torch.autograd.grad(self.output, self._parameters, y_gradient)
-        return InputHalf(None, list(zip(self._parameters, gradients, strict=True)), [])
+        taps, own = [tap for _, tap, _ in self.tapped], [] if self.x is None else [self.x]
+        found = list(torch.autograd.grad(self.output, [*own, *taps, *self.direct], y_gradient))
+        x_gradient = found.pop(0) if own else None
+        if self.tape is not None:
+            products = self.tape.products
+        else:
+            pairs = zip(self.tapped, found[: len(taps)], strict=True)
+            products = [Product(linear.weight, x, gradient) for (linear, _, x), gradient in pairs]
+        return InputHalf(x_gradient, list(zip(self.direct, found[len(taps) :], strict=True)), products)
+
+
+def embed(embedding: Embedding, around: Surroundings, tokens_BL: Tensor) -> UnitPass:  # noqa: N803
+    output: Tensor = embedding(tokens_BL, around.positions_L, around.draw)
+    return UnitPass(None, output, list(embedding.parameters()), None)
 
 
 # ---- layers ----------------------------------------------------------------------------------------------------------
@@ -72,7 +83,7 @@ class LayerRunner:
         self._taps: list[Tensor] = []
         self._direct = {id(layer): _without_matrices(layer) for layer in layers}
 
-    def forward(self, layer: DecoderLayer, around: Surroundings, x: Tensor) -> LayerPass:
+    def forward(self, layer: DecoderLayer, around: Surroundings, x: Tensor) -> UnitPass:
         """`x` requires a gradient, unless autograd is off."""
         masks = None
         if around.draw is not None and layer.dropout:
@@ -80,11 +91,11 @@ class LayerRunner:
         if self._run is None:
             tape = EagerTape() if torch.is_grad_enabled() else None
             y, _ = layer(x, around.positions_L, masks=masks, turned=around.turned, tape=tape)
-            return LayerPass(x, y, self._direct[id(layer)], tape)
+            return UnitPass(x, y, self._direct[id(layer)], tape)
         if not self._taps or self._taps[0].shape[:-1] != x.shape[:-1]:
             self._taps = make_taps(layer.linears, x)
         y, inputs = self._run(layer, x, around.positions_L, masks, around.turned, self._taps)
-        return LayerPass(x, y, self._direct[id(layer)], None, list(zip(layer.linears, self._taps, inputs, strict=True)))
+        return UnitPass(x, y, self._direct[id(layer)], None, list(zip(layer.linears, self._taps, inputs, strict=True)))
 
 
 def _without_matrices(layer: DecoderLayer) -> list[Tensor]:
@@ -104,29 +115,6 @@ def _tapped_layer(
     tape = TapTape(taps)
     y, _ = layer(x, positions_L, masks=masks, turned=turned, tape=tape)
     return y, tape.inputs
-
-
-@dataclass(eq=False)
-class LayerPass:
-    """A pass through a layer."""
-
-    x: Tensor
-    output: Tensor
-    direct: Sequence[Tensor]
-    tape: EagerTape | None
-    """Of an eager layer."""
-    tapped: Sequence[tuple[Linear, Tensor, Tensor]] = ()
-    """Of a compiled layer: matrix, tap, input."""
-
-    def input_half(self, y_gradient: Tensor | None) -> InputHalf:
-        taps = [tap for _, tap, _ in self.tapped]
-        x_gradient, *found = torch.autograd.grad(self.output, [self.x, *taps, *self.direct], y_gradient)
-        if self.tape is not None:
-            products = self.tape.products
-        else:
-            pairs = zip(self.tapped, found[: len(taps)], strict=True)
-            products = [Product(linear.weight, x, gradient) for (linear, _, x), gradient in pairs]
-        return InputHalf(x_gradient, list(zip(self.direct, found[len(taps) :], strict=True)), products)
 
 
 # ---- head ------------------------------------------------------------------------------------------------------------
@@ -155,7 +143,7 @@ def _tapped_loss(head: Head, x: Tensor, targets_BL: Tensor, taps: list[Tensor]) 
 
 
 @dataclass(eq=False)
-class HeadPass(LayerPass):
+class HeadPass(UnitPass):
     """Its backward is that of the loss times `scale`."""
 
     scale: float = 1.0

@@ -20,7 +20,7 @@ from atlas.errors import DivergedRunError, ProgramError
 from atlas.ir.program import BACKWARD, BACKWARDS, FORWARD, NUM_KINDS, PER_MICROBATCH, Kind, Op
 from atlas.ir.text import program_id
 from atlas.runtime.assignment import Assignment
-from atlas.runtime.checkpoint import SaveId
+from atlas.runtime.checkpoint.manifest import SaveId
 from atlas.runtime.circuits import WorkerCircuits
 from atlas.runtime.device import Device, Span
 from atlas.runtime.kineto import named
@@ -230,10 +230,8 @@ class Worker:
             self.transfers.send(op, slot, now.number, y, now.record)
 
     def _recompute(self, op: Op, index: int, now: ProgramPass) -> None:
-        stage, slot, ready_ns = self.stages[op.stage], self._slot(op, now), now.start_ns
-        if self.program.recompute_on_arrival and not stage.is_last:
-            _, ready_ns = self._receive(op, BACKWARD, index, now, keep=True)
-        self._launch(op, index, now, ready_ns, lambda: stage.recompute(slot))
+        stage, slot = self.stages[op.stage], self._slot(op, now)
+        self._launch(op, index, now, now.start_ns, lambda: stage.recompute(slot))
 
     def _backward(self, op: Op, index: int, now: ProgramPass) -> None:
         stage, slot, gradient, ready_ns = self.stages[op.stage], self._slot(op, now), None, now.start_ns
@@ -325,14 +323,12 @@ class Worker:
             _require_finite(stage.losses.values(), step)
 
     # ---- inputs ------------------------------------------------------------------------------------------------------
-    def _receive(
-        self, op: Op, direction: int, index: int, now: ProgramPass, *, keep: bool = False
-    ) -> tuple[Tensor, int]:
+    def _receive(self, op: Op, direction: int, index: int, now: ProgramPass) -> tuple[Tensor, int]:
         need = StageInput(direction, op.stage, self._slot(op, now))
         arrival = self.transfers.arrival(need)
         if arrival is not None:
             self._wait(index, now, [arrival])
-        tensor, arrive_ns = self.transfers.take(need, keep=keep)
+        tensor, arrive_ns = self.transfers.take(need)
         self.transfers.post_ahead()
         now.record.arrive_ns[self.transfers.transfer(direction, need.boundary, op.microbatch)] = arrive_ns
         return tensor, max(now.start_ns, arrive_ns)

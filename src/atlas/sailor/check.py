@@ -81,7 +81,8 @@ def _check_replicas(inputs: Inputs, plan: SailorPlan, where: str) -> None:
         elif replica.tp > min(replica.gpus_in_vm, inputs.gpus[replica.gpu].gpus_per_node):
             rule, remedy = "a tensor-parallel group stays in its VM, and a VM in a node", "Lower tp"
         elif (replica.gpu, plan.mbs, replica.tp) not in inputs.times or replica.tp not in inputs.sizes:
-            rule, remedy = f"{replica.gpu} was not profiled at microbatch {plan.mbs}, tp {replica.tp}", "Use others"
+            rule = f"{replica.gpu} was not profiled at microbatch {plan.mbs}, tp {replica.tp}"
+            remedy = "Use a microbatch and a tp that were profiled"
         else:
             continue
         raise InfeasibleError(where=where, key="tmp_per_stage", value=tuple(replica), rule=rule, remedy=remedy)

@@ -154,7 +154,7 @@ def all_reduce_s(fit: Fit, stage_bytes: Any, num_replicas: Any) -> Any:
 def _clamp_notes(fit: Fit, a: Replica, b: Replica, sizes: Sequence[float]) -> tuple[str, ...]:
     return tuple(
         f"{a.zone}/{a.gpu} to {b.zone}/{b.gpu}: the fitted bandwidth for {num_bytes / 1e6:.3g} MB is "
-        f"{fit.raw_gb_per_s(num_bytes):.3g} GB/s; clamped to {fit.floor_gb_per_s:.3g} GB/s (1 % of its most)"
+        f"{fit.raw_gb_per_s(num_bytes):.3g} GB/s; clamped to {fit.floor_gb_per_s:.3g} GB/s (1 % of its maximum)"
         for num_bytes in sizes
         if fit.clamped(num_bytes)
     )

@@ -103,7 +103,7 @@ def read_plan(path: Path) -> SailorPlan:
     lengths = (len(layers), len(replicas), len(dp))
     if set(lengths) != {num_stages} or any(len(stage) != d for stage, d in zip(replicas, dp, strict=True)):
         rule = f"num_stages, layers_per_stage, tmp_per_stage and dp disagree ({num_stages}, {lengths})"
-        raise bad(path, "pipeline_list.0", None, rule, "One entry a stage, one replica for each of its dp")
+        raise bad(path, "pipeline_list.0", None, rule, "Write one entry per stage, and one replica for each of its dp")
     return SailorPlan(document.whole("mbs", high=1_000_000), layers, replicas)
 
 

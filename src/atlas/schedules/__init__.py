@@ -51,7 +51,7 @@ SCHEDULES: dict[str, Schedule] = {
         ),
         Schedule(
             "1f1b",
-            "Megatron's: forwards and backwards in turn, at most one microbatch in flight per remaining stage",
+            "Megatron's order: forwards and backwards alternate, at most one microbatch in flight per remaining stage",
             without_costs(one_f_one_b),
         ),
         Schedule(
@@ -68,17 +68,17 @@ SCHEDULES: dict[str, Schedule] = {
         ),
         Schedule(
             "varuna",
-            "opportunistic: backward before recompute before forward, forwards pulled ahead",
+            "whatever is ready: backward before recompute before forward; forwards run ahead",
             _dispatched("varuna"),
         ),
         Schedule(
             "zero-bubble",
-            "backward split in two, weight gradients fill the bubbles; searched",
+            "backward split in two, weight gradients fill the bubbles; the order is searched",
             _dispatched("zero_bubble"),
         ),
         Schedule(
             "atlas",
-            "turns on the WAN with the capacity of the whole cell, split backward where it is faster; searched",
+            "pipelines take turns on the WAN of their cell, backward split where that is faster; the order is searched",
             _dispatched("atlas"),
             shares=True,
         ),

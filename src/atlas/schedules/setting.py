@@ -41,8 +41,9 @@ class Setting:
         return int((ends_ns.reshape(closing.shape).max(axis=0) + closing.max(axis=0)).max())
 
     def simulated_ns(self, program: Program, *, compiled: bool = False) -> int:
-        """The iteration of a Program that is not closed yet, closed. `compiled`: numba is loaded anyway."""
-        engine = "compiled" if compiled or program.num_events > SMALL // 20 else "reference"
+        """The iteration of a Program that is not closed yet, closed. `compiled`: numba is loaded anyway. A schedule
+        tries about ten Programs of one size; compiling takes as long as these, and several times as long at first."""
+        engine = "compiled" if compiled or program.num_events > SMALL // 2 else "auto"
         timeline = simulate(program, self.costs_of(program), engine=engine)
         ends = np.zeros(program.num_workers, np.int64)
         np.maximum.at(ends, program.op_worker, timeline.op_end_ns)

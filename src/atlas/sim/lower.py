@@ -28,20 +28,12 @@ OP, OFFER, LINK = FUTURE = 0, 1, 2
 its link, a link decides (something is done, its chunk is over, or it was idle and something came)."""
 
 
+_EMPTY = np.zeros(0, np.int64)
+
+
 class Tables(NamedTuple):
     """The input of an engine. `NONE` means absent."""
 
-    worker_ptr: Ints
-    op_ns: Ints
-    op_input: Ints
-    """The transfer an op waits for."""
-    op_output: Ints
-    """The transfer an op makes ready."""
-    op_group: Ints
-    """The collective an op takes part in."""
-    group_ptr: Ints
-    group_ops: Ints
-    op_worker: Ints
     transfer_dst: Ints
     transfer_channel: Ints
     transfer_work_ns: Ints
@@ -58,6 +50,17 @@ class Tables(NamedTuple):
     trace_at_ns: Ints
     trace_rate: NDArray[np.float64]
     trace_latency_ns: Ints
+    worker_ptr: Ints = _EMPTY
+    op_ns: Ints = _EMPTY
+    op_input: Ints = _EMPTY
+    """The transfer an op waits for."""
+    op_output: Ints = _EMPTY
+    """The transfer an op makes ready."""
+    op_group: Ints = _EMPTY
+    """The collective an op takes part in."""
+    group_ptr: Ints = _EMPTY
+    group_ops: Ints = _EMPTY
+    op_worker: Ints = _EMPTY
     gates: Gates | None = None
 
 
@@ -148,13 +151,13 @@ def lower(program: Program, costs: Costs, jitter: SeededNoise | None = None) -> 
             f"{program.transfer(int(holes[0]))[1]} has no {'sender' if src[holes[0]] < 0 else 'receiver'}: "
             "every stage needs a forward and a backward of every microbatch"
         )
-    op_input, op_output = np.full(program.num_ops, NONE, np.int64), np.full(program.num_ops, NONE, np.int64)
-    op_input[dst] = op_output[src] = np.arange(len(src))
+    op_output = np.full(program.num_ops, NONE, np.int64)
+    op_output[src] = np.arange(len(src))
     op_group, group_ptr, group_ops = _groups(program, costs.circuits)
     tables = network_tables(costs, program.num_slots, program.turn)._replace(
         worker_ptr=program.worker_ptr,
         op_ns=np.ascontiguousarray(op_ns, np.int64),
-        op_input=op_input,
+        op_input=program.op_input,
         op_output=op_output,
         op_group=op_group,
         group_ptr=group_ptr,
@@ -172,16 +175,7 @@ def network_tables(costs: Costs, num_slots: int, turn: Ints) -> Tables:
     channels = np.bincount(costs.channel_link.ravel(), minlength=len(costs.links))
     for link, count in zip(costs.links, channels, strict=True):
         assert link.policy != PRIVATE or count <= 1, f"link {link.name} is private but serves {count} channels"
-    none = np.zeros(0, np.int64)
     return Tables(
-        worker_ptr=none,
-        op_ns=none,
-        op_input=none,
-        op_output=none,
-        op_group=none,
-        group_ptr=none,
-        group_ops=none,
-        op_worker=none,
         transfer_dst=np.full(costs.channel_link.size * num_slots, NONE, np.int64),
         transfer_channel=np.repeat(np.arange(costs.channel_link.size), num_slots),
         transfer_work_ns=np.repeat(costs.work_ns.ravel(), num_slots),
@@ -244,19 +238,10 @@ def gates_of(program: Program, circuits: Circuits, compute_ns: Ints) -> Gates | 
 
 
 def _groups(program: Program, circuits: Circuits | None) -> tuple[Ints, Ints, Ints]:
-    """The members of collectives: SYNC the same stage of every pipeline, NORM all workers, each once per iteration.
-    STEP too where it exchanges weights over circuits."""
-    group = np.full(program.num_ops, NONE, np.int64)
-    stages = program.num_stages
-    key = np.full(program.num_ops, -1, np.int64)
-    exchanged = [Kind.STEP] if circuits is not None and circuits.until_step else []
-    for number, kind in enumerate([Kind.SYNC, *exchanged]):
-        mine = program.kind == kind
-        key[mine] = (program.microbatch[mine] * 2 + number) * (stages + 1) + program.stage[mine]
-    norm = program.kind == Kind.NORM
-    key[norm] = program.microbatch[norm] * 2 * (stages + 1) + stages
-    members = np.flatnonzero(key >= 0)
-    _, group[members] = np.unique(key[members], return_inverse=True)
+    """By op its collective, and the members of each. STEP is one too where it exchanges weights over circuits."""
+    exchanged = circuits is not None and circuits.until_step
+    group = program.op_groups((Kind.SYNC, Kind.STEP) if exchanged else (Kind.SYNC,))
+    members = np.flatnonzero(group >= 0)
     order = members[np.argsort(group[members], kind="stable")]
     num_groups = int(group.max(initial=NONE)) + 1
     return group, np.searchsorted(group[order], np.arange(num_groups + 1)).astype(np.int64), order.astype(np.int64)

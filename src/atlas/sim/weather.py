@@ -31,7 +31,7 @@ class Tail:
     """Of the time by which the tail exceeds the median: what is saved if this path alone had its mean."""
 
     def words(self) -> str:
-        return f"{100 * self.share:.0f} % of the tail's excess over the median comes from {self.path}"
+        return f"{100 * self.share:.0f} % of the time by which slow runs exceed the median comes from {self.path}"
 
 
 class WeatherRuns:

@@ -14,13 +14,13 @@ _BATCH = re.compile(r"([0-9][0-9_,]*\.?[0-9]*)\s*([kmb]?)\s*(tokens?|sequences?|
 EXAMPLES = "Write tokens, like 1M or 4194304, or sequences, like 512 sequences"
 
 
-def batch_sequences(text: str | int, seq_len: int, *, where: str, key: str = "batch") -> int:
+def batch_sequences(text: str | int, seq_len: int, *, where: str) -> int:
     """Sequences of one iteration. SpecError with the nearest whole number where the tokens are not whole sequences."""
     found = _BATCH.fullmatch(str(text).strip().lower())
     number = float(found[1].replace(",", "").replace("_", "")) if found else 0.0
     if found is None or not 0 < number * UNITS[found[2]] < 1e15:
         raise SpecError(
-            where=where, key=key, value=text, rule="is not a number of tokens or sequences", remedy=EXAMPLES
+            where=where, key="batch", value=text, rule="is not a number of tokens or sequences", remedy=EXAMPLES
         )
     amount = number * UNITS[found[2]]
     in_sequences = (found[3] or "").startswith("seq")
@@ -29,5 +29,5 @@ def batch_sequences(text: str | int, seq_len: int, *, where: str, key: str = "ba
         below, above = int(sequences), int(sequences) + 1
         near = [f"{n * seq_len} ({n} sequence{'s' if n > 1 else ''})" for n in (below, above) if n]
         rule = f"is {sequences:,.2f} sequences of {seq_len:,} tokens, and a batch needs a whole number of sequences"
-        raise SpecError(where=where, key=key, value=text, rule=rule, remedy=f"The nearest: {' or '.join(near)}")
+        raise SpecError(where=where, key="batch", value=text, rule=rule, remedy=f"The nearest: {' or '.join(near)}")
     return int(sequences)

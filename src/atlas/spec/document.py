@@ -121,7 +121,7 @@ def read_json(path: Path, *, key: str, max_bytes: int = 64 * 1024 * 1024) -> Any
         rule = f"line {error.lineno}, column {error.colno}: not JSON ({error.msg})"
     except (RecursionError, ValueError):
         rule = "is nested too deeply or holds a number that is too long"
-    raise SpecError(where=str(path), key=key, rule=rule, remedy="Is the file truncated? Write it again")
+    raise SpecError(where=str(path), key=key, rule=rule, remedy="The file may be truncated: write it again")
 
 
 def parse_yaml(text: str, where: str) -> Document:
@@ -135,7 +135,7 @@ def parse_yaml(text: str, where: str) -> Document:
         raise wrong(at, "(YAML)", f"not valid YAML: {error.problem or error.context}", "Fix this line") from None
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
         reason = " ".join(str(error).split())[:120]
-        raise wrong(where, "(YAML)", f"not valid YAML: {ascii(reason)[1:-1]}", "Is this a text file?") from None
+        raise wrong(where, "(YAML)", f"not valid YAML: {ascii(reason)[1:-1]}", "Name a text file") from None
     builder = _Builder(where)
     data = None if node is None else builder.build(node, ())
     return Document(data, builder.origins)

@@ -111,6 +111,5 @@ def _read_parts(path: str, built_in: FabricParts) -> FabricParts:
     try:
         return FabricParts.model_validate({**built_in.model_dump(), **stated})
     except ValidationError as error:
-        known = list(FabricParts.model_fields)
         remedy = "Watts and dollars are 0 or more"
-        raise refusal(error, lambda keys: document.origin(keys, path), lambda _: known, remedy) from None
+        raise refusal(error, lambda keys: document.origin(keys, path), FabricParts, remedy) from None

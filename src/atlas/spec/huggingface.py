@@ -56,7 +56,7 @@ def dimensions(path: Path, key: str = "model.config") -> dict[str, Any]:
         config = {**config, **config["text_config"]}
     experts = next((name for name in EXPERTS if config.get(name)), None)
     if experts is not None and config[experts] != 1:
-        raise wrong(path, experts, "mixtures of experts are not priced", "Use a dense model", config[experts])
+        raise wrong(path, experts, "mixtures of experts are not supported", "Use a dense model", config[experts])
     kind = str(config.get("model_type", "")).lower()
     if (reason := _unsupported(config, kind)) is not None:
         raise wrong(path, "model_type", reason, "Use a dense decoder, such as Llama, Qwen or GPT", kind or None)
@@ -78,14 +78,14 @@ def dimensions(path: Path, key: str = "model.config") -> dict[str, Any]:
 def _unsupported(config: dict[str, Any], kind: str) -> str | None:
     """Why layers of this model would be priced wrongly."""
     if config.get("is_encoder_decoder"):
-        return "models with an encoder and a decoder are not priced"
+        return "models with an encoder and a decoder are not supported"
     if kind in NO_DECODERS:
-        return "is not a decoder of equal transformer layers, and would be priced wrongly"
+        return "is not a decoder of equal transformer layers, so its durations would be wrong"
     if config.get("kv_lora_rank"):
-        return "attention with compressed keys and values (MLA) is not priced"
+        return "attention with compressed keys and values (MLA) is not supported"
     kinds = config.get("layer_types")
     if isinstance(kinds, list) and any("attention" not in str(one) or "linear" in str(one) for one in kinds):
-        return "layers without softmax attention are not priced"
+        return "layers without softmax attention are not supported"
     return None
 
 

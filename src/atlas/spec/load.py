@@ -15,34 +15,16 @@ from pydantic import ValidationError
 from atlas.errors import InfeasibleError, SpecError
 from atlas.spec.batch import batch_sequences
 from atlas.spec.document import Document, Keys, apply_override, dotted, nearest, part_of, read_yaml, replaced, wrong
-from atlas.spec.fabric import Fabric
 from atlas.spec.fields import Frozen
-from atlas.spec.gpus import ALIASES, GPUS, Calibration, Gpu
+from atlas.spec.gpus import ALIASES, GPUS
 from atlas.spec.huggingface import dimensions
-from atlas.spec.job import Cluster, DataCenter, DataCenterPrior, Jitter, Job, Link, LinkPrior, Model, Place, Wan
+from atlas.spec.job import Cluster, DataCenter, Job, Link, Wan
 from atlas.spec.power import nodes_allowed, power_rules, server_watts
 from atlas.spec.refusal import Where, bad, refusals, together, unknown_gpu
 from atlas.spec.trace import read_trace
 from atlas.spec.weather_rules import weather_rules
 
 MAX_BASES = 8
-
-SECTIONS: dict[tuple[str, ...], type[Frozen]] = {
-    (): Job,
-    ("model",): Model,
-    ("cluster",): Cluster,
-    ("cluster", "datacenters", "*"): DataCenter,
-    ("cluster", "datacenters", "*", "fabric"): Fabric,
-    ("cluster", "wan"): Wan,
-    ("cluster", "links", "*"): Link,
-    ("cluster", "datacenters", "*", "prior"): DataCenterPrior,
-    ("cluster", "links", "*", "prior"): LinkPrior,
-    ("cluster", "gpus", "*"): Gpu,
-    ("cluster", "gpus", "*", "calibration"): Calibration,
-    ("placement", "*"): Place,
-    ("jitter",): Jitter,
-}
-"""The model of each section of a job file: it has the valid keys to suggest when one is misspelt."""
 
 M = TypeVar("M", bound=Frozen)
 OPEN: dict[str, int] = {"pp": 1, "num_microbatches": 1}
@@ -73,9 +55,9 @@ def override(job: Job, overrides: Sequence[str]) -> Job:
     return finished(Document(data), overrides, job.where, to_plan=True)
 
 
-def parse_job(data: Any, where: str = "job") -> Job:
+def parse_job(data: Any) -> Job:
     """A job from plain data, for callers that hold no file. Relative paths are as the process sees them."""
-    return finished(Document(data), (), where)
+    return finished(Document(data), (), "job")
 
 
 def load_cluster(path: str | Path) -> Cluster:
@@ -263,7 +245,7 @@ def _validated(kind: type[M], data: Any, where: Where, section: tuple[str, ...] 
         return kind.model_validate(data)
     except ValidationError as error:
         remedy = "Change it; docs/jobs.md explains the key"
-        found = refusals(error, where, lambda keys: list(_section((*section, *keys)).model_fields), remedy)
+        found = refusals(error, where, kind, remedy)
         raise together([*found, *_unknown_gpus(data, where, section)]) from None
 
 
@@ -279,14 +261,6 @@ def _unknown_gpus(data: Any, where: Where, section: tuple[str, ...]) -> list[Spe
             keys: Keys = ("cluster", "datacenters", i, "gpu")
             found.append(unknown_gpu(gpu, own, where(keys[len(section) :]), dotted(keys)))
     return found
-
-
-def _section(keys: Keys) -> type[Frozen]:
-    """The model of a section of a job file."""
-    for section, kind in SECTIONS.items():
-        if len(section) == len(keys) and all(r in ("*", k) for r, k in zip(section, keys, strict=True)):
-            return kind
-    raise AssertionError(f"no section for {keys}")
 
 
 # ---- rules over several keys ---------------------------------------------------------------------------------------
@@ -367,13 +341,14 @@ def _stages(job: Job, where: Where) -> Iterator[SpecError]:
     cut = f"pp x interleave = {job.pp} x {job.interleave}" if job.interleave > 1 else "pp"
     if stages > layers:
         rule = f"{stages} stages are more than the model's {layers} layers ({cut})"
-        yield InfeasibleError(where=where(("pp",)), key="pp", value=job.pp, rule=rule, remedy=f"At most {layers}")
+        yield InfeasibleError(where=where(("pp",)), key="pp", value=job.pp, rule=rule, remedy=f"Use at most {layers}")
     split = job.layers_per_stage
     if split is None:
         return
     key: Keys = ("layers_per_stage",)
     if len(split) != stages:
-        yield bad(where, key, list(split[:8]), f"has {len(split)} numbers for {stages} stages ({cut})", "One for each")
+        rule = f"has {len(split)} numbers for {stages} stages ({cut})"
+        yield bad(where, key, list(split[:8]), rule, "Write one number per stage")
     if sum(split) != layers:
         rule = f"adds up to {sum(split)}, but the model has {layers} layers"
         yield bad(where, key, list(split[:8]), rule, "Change a stage, or leave it out to have it balanced")

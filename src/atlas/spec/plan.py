@@ -14,14 +14,14 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, ValidationError
 
-from atlas.errors import SpecError
-from atlas.spec.document import Document, Keys, dotted, read_yaml
+from atlas.spec.document import Document, Keys, read_yaml
 from atlas.spec.fields import Count, Flag, Frozen, Name, NonNegative, Text
 from atlas.spec.job import MAX_RANKS, Job, Place
 from atlas.spec.load import finished, job_of
-from atlas.spec.refusal import refusal
+from atlas.spec.refusal import Where, bad, refusal
 
 VERSION: Literal[1] = 1
+REMEDY = "Make the plan again"
 Quantity = Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)]
 
 
@@ -110,15 +110,6 @@ class Plan(Frozen):
     """Whether the runtime can execute it: `yes`, or `no, because ...`."""
 
 
-SECTIONS: dict[str, type[Frozen]] = {
-    "groups": PlanGroup,
-    "placement": Place,
-    "schedule": PlanSchedule,
-    "predicted": Predicted,
-    "origin": Origin,
-}
-
-
 # ---- reading -----------------------------------------------------------------------------------------------
 def load_job_or_plan(
     path: str | Path, overrides: Sequence[str] = (), *, to_plan: bool = False
@@ -134,27 +125,21 @@ def load_job_or_plan(
 
 
 def _plan(document: Document, path: Path, overrides: Sequence[str]) -> Plan:
+    def where(keys: Keys) -> str:
+        return document.origin(keys, str(path))
+
     inside = {keys[1:]: at for keys, at in document.origins.items() if keys[:1] == ("job",)}
     if not isinstance(document.data.get("job"), dict):
-        raise SpecError(
-            where=document.origin(("job",), str(path)),
-            key="job",
-            rule="a plan must contain its job",
-            remedy="Make the plan again",
-        )
+        raise bad(where, ("job",), None, "a plan must contain its job", REMEDY)
     job = finished(Document(document.data["job"], inside), overrides, str(path))
     rest = {key: value for key, value in document.data.items() if key != "job"}
     try:
         plan = Plan.model_validate({**rest, "job": job})
     except ValidationError as error:
-
-        def where(keys: Keys) -> str:
-            return document.origin(keys, str(path))
-
-        raise refusal(error, where, _known, "Change it, or make the plan again") from None
-    _check_groups(plan, document, path)
+        raise refusal(error, where, Plan, "Change it, or make the plan again") from None
+    _check_groups(plan, where)
     if len(plan.groups) > 1:
-        _require_one_of(plan, document, path)
+        _require_one_of(plan, where)
         plan.job._groups = group_jobs(job, plan.groups)
     return plan
 
@@ -179,44 +164,30 @@ def group_jobs(job: Job, groups: Sequence[PlanGroup]) -> tuple[Job, ...]:
     )
 
 
-def _require_one_of(plan: Plan, document: Document, path: Path) -> None:
+def _require_one_of(plan: Plan, where: Where) -> None:
     """`--set` may not change what each group has of its own."""
 
     def shape(job: Job) -> list[Any]:
         return [getattr(job, key) for key in SHAPE]
 
     if shape(plan.job) not in [shape(job) for job in group_jobs(plan.job, plan.groups)]:
-        raise SpecError(
-            where=document.origin(("groups",), str(path)),
-            key="groups",
-            value=len(plan.groups),
-            rule=f"the job has another shape ({', '.join(SHAPE)}) than each of the plan's groups",
-            remedy="Leave these keys as they are, or plan again",
-        )
+        rule = f"the job has another shape ({', '.join(SHAPE)}) than each of the plan's groups"
+        raise bad(where, ("groups",), len(plan.groups), rule, "Leave these keys as they are, or plan again")
 
 
-def _known(keys: Keys) -> list[str]:
-    names = [key for key in keys if isinstance(key, str)]
-    return list((SECTIONS[names[-1]] if names else Plan).model_fields)
-
-
-def _check_groups(plan: Plan, document: Document, path: Path) -> None:
+def _check_groups(plan: Plan, where: Where) -> None:
     names = [dc.name for dc in plan.job.cluster.datacenters]
     for k, group in enumerate(plan.groups):
-
-        def bad(key: str, value: object, rule: str, k: int = k) -> SpecError:
-            keys: Keys = ("groups", k, key)
-            where = document.origin(keys, str(path))
-            return SpecError(where=where, key=dotted(keys), value=value, rule=rule, remedy="Make the plan again")
-
+        placement: Keys = ("groups", k, "placement")
         for place in group.placement:
             if place.dc not in names:
-                raise bad("placement", place.dc, f"no such datacenter ({', '.join(names)})")
-        stages = sum(place.stages for place in group.placement)
-        if stages != len(group.layers_per_stage):
-            raise bad("placement", stages, f"stages do not match the {len(group.layers_per_stage)} layers_per_stage")
-        if sum(group.layers_per_stage) != plan.job.model.layers:
-            raise bad("layers_per_stage", sum(group.layers_per_stage), f"the model has {plan.job.model.layers} layers")
+                raise bad(where, placement, place.dc, f"no such datacenter ({', '.join(names)})", REMEDY)
+        stages, layers = sum(place.stages for place in group.placement), group.layers_per_stage
+        if stages != len(layers):
+            raise bad(where, placement, stages, f"stages do not match the {len(layers)} layers_per_stage", REMEDY)
+        if sum(layers) != plan.job.model.layers:
+            rule = f"the model has {plan.job.model.layers} layers"
+            raise bad(where, ("groups", k, "layers_per_stage"), sum(layers), rule, REMEDY)
 
 
 # ---- writing -----------------------------------------------------------------------------------------------

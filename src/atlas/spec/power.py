@@ -150,7 +150,7 @@ def _power(cluster: Cluster, dc: DataCenter, where: Where, key: Keys, derived: b
             f"{dc.nodes * dc.gpus_per_node:,} GPUs need {needs:,.0f} kW with their fabric; {dc.power_kw:,g} kW allow "
             f"{fit:,} nodes ({fit * dc.gpus_per_node:,} GPUs)"
         )
-        yield bad(where, (*key, "nodes"), dc.nodes, rule, f"At most {fit}, or leave nodes out")
+        yield bad(where, (*key, "nodes"), dc.nodes, rule, f"Write at most {fit}, or leave nodes out")
 
 
 def _fabric(cluster: Cluster, dc: DataCenter, fabric: Fabric, where: Where, key: Keys) -> Iterator[SpecError]:
@@ -164,7 +164,7 @@ def _fabric(cluster: Cluster, dc: DataCenter, fabric: Fabric, where: Where, key:
     if most is not None and dc.nodes * ports > most:
         rule = f"the optical switch of a rail has {most} ports, and {dc.nodes:,} nodes need {dc.nodes * ports:,}"
         yield bad(
-            where, (*key, "fabric"), None, rule, f"At most {most // ports} nodes, or another optical_switch_ports"
+            where, (*key, "fabric"), None, rule, f"Use at most {most // ports} nodes, or more optical_switch_ports"
         )
     if fabric.traffic == "all-to-all" and dc.nodes - 1 > ports:
         rule = f"{ports} circuits a GPU make a ring, and all-to-all over {dc.nodes:,} nodes needs {dc.nodes - 1:,}"
@@ -172,4 +172,4 @@ def _fabric(cluster: Cluster, dc: DataCenter, fabric: Fabric, where: Where, key:
         yield bad(where, (*key, "fabric", "traffic"), fabric.traffic, rule, remedy)
     elif ports == 1 and dc.nodes > 2:
         rule = f"a ring over {dc.nodes:,} nodes needs 2 circuits for each GPU"
-        yield bad(where, (*key, "fabric", "ports_per_gpu"), ports, rule, "At least 2, or at most 2 nodes")
+        yield bad(where, (*key, "fabric", "ports_per_gpu"), ports, rule, "Write at least 2, or use at most 2 nodes")

@@ -198,19 +198,6 @@ class Recipe(Frozen):
         return [f"{key}={str(value).lower()}" for key, value in found.items() if value is not None]
 
 
-SECTIONS: dict[Keys, type[Frozen]] = {
-    (): Recipe,
-    ("data",): DataRecipe,
-    ("optimizer",): OptimizerRecipe,
-    ("learning_rate",): LearningRateRecipe,
-    ("checkpoints",): CheckpointRecipe,
-    ("network",): NetworkRecipe,
-    ("logging",): LoggingRecipe,
-    ("filler",): FillerRecipe,
-}
-"""The model of each section of a recipe: it has the valid keys to suggest when one is misspelt."""
-
-
 def load_recipe(path: Path | None, flags: Mapping[str, Any] | None = None) -> Recipe:
     """The recipe in a file, or an empty one. `flags`: values by dotted key (`learning_rate.peak`) that replace the
     file's; None is no value. Raises SpecError with file and line."""
@@ -222,13 +209,8 @@ def load_recipe(path: Path | None, flags: Mapping[str, Any] | None = None) -> Re
     try:
         recipe = Recipe.model_validate(document.data)
     except ValidationError as error:
-
-        def known(keys: Keys) -> list[str]:
-            is_site = keys[:2] == ("network", "sites")
-            return list((SiteRecipe if is_site else SECTIONS[keys]).model_fields)
-
         remedy = "Change it; docs/recipes.md explains the key"
-        raise refusal(error, lambda keys: document.origin(keys, where), known, remedy) from None
+        raise refusal(error, lambda keys: document.origin(keys, where), Recipe, remedy) from None
     _check(recipe, document, where)
     return recipe
 

@@ -6,10 +6,10 @@ Called only when a file is wrong; `load` has the rules.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, get_args, get_origin
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from atlas.errors import SpecError
 from atlas.spec.document import Keys, dotted, nearest, shown
@@ -18,8 +18,6 @@ from atlas.spec.gpus import ALIASES, GPUS
 
 Where = Callable[[Keys], str]
 """The file and line of a key."""
-Known = Callable[[Keys], Sequence[str]]
-"""The keys there are at a place."""
 MOST_MISTAKES = 20
 MAPPINGS = ("model_type", "model_attributes_type", "dict_type")
 
@@ -54,24 +52,34 @@ def unknown_gpu(name: str, own: Iterable[str], where: str, key: str) -> SpecErro
     return SpecError(where=where, key=key, value=name, rule="no such GPU type", remedy=remedy)
 
 
-def refusal(error: ValidationError, where: Where, known: Known, remedy: str) -> SpecError:
-    """Everything that is wrong, in one error. `remedy` is what helps where nothing better is known."""
-    return together(refusals(error, where, known, remedy))
+def refusal(error: ValidationError, where: Where, kind: type[BaseModel], remedy: str) -> SpecError:
+    """Everything that is wrong with a file of this kind, in one error. `remedy` is what helps where nothing better is
+    known."""
+    return together(refusals(error, where, kind, remedy))
 
 
-def refusals(error: ValidationError, where: Where, known: Known, remedy: str) -> list[SpecError]:
+def refusals(error: ValidationError, where: Where, kind: type[BaseModel], remedy: str) -> list[SpecError]:
     """One error for each thing that is wrong; misspelt keys first."""
     all_: list[Any] = sorted(error.errors(include_url=False), key=lambda e: e["type"] != "extra_forbidden")
     misspelt = {tuple(e["loc"])[:-1] for e in all_ if e["type"] == "extra_forbidden"}
     # A misspelt key is also a missing key: report the former.
     wanted = [e for e in all_ if not (e["type"] == "missing" and tuple(e["loc"])[:-1] in misspelt)]
-    return [_refusal_of(one, where, known, remedy) for one in wanted]
+    return [_refusal_of(one, where, kind, remedy) for one in wanted]
 
 
-def _refusal_of(first: Any, where: Where, known: Known, remedy: str) -> SpecError:
+def keys_at(kind: Any, keys: Keys) -> list[str]:
+    """The keys that a file may have at a place: the fields of the model there. `kind`: the type of the whole file."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return keys_at(kind.model_fields[str(keys[0])].annotation, keys[1:]) if keys else list(kind.model_fields)
+    # An item of tuple[X, ...] or dict[str, X] is one key further; X | None and Annotated[X, ...] are at the same place.
+    rest = keys[1:] if get_origin(kind) in (tuple, dict) else keys
+    return next((found for inside in get_args(kind) if (found := keys_at(inside, rest))), [])
+
+
+def _refusal_of(first: Any, where: Where, file: type[BaseModel], remedy: str) -> SpecError:
     kind, keys, value = first["type"], tuple(first["loc"]), shown(first["input"])
     if kind == "extra_forbidden":
-        rule, remedy, value = "unknown key", nearest(str(keys[-1]), list(known(keys[:-1]))), None
+        rule, remedy, value = "unknown key", nearest(str(keys[-1]), keys_at(file, keys[:-1])), None
     elif kind == "missing":
         rule, value = "is required and missing", None
         remedy = f"Add {keys[-1]}: to it" if isinstance(keys[-1], str) else "Write one more"

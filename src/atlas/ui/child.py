@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from atlas.errors import AtlasError
-from atlas.lifetime import Lifeline
+from atlas.lifetime import Closing, Lifeline
 from atlas.spec import Job
 from atlas.ui.run_files import FACTS, PageFacts, write_facts
 
@@ -25,7 +25,7 @@ NICENESS = 15
 """Training goes first: on a contended core the page's server gets 3 % of the time."""
 
 
-class PageProcess:
+class PageProcess(Closing):
     """`with PageProcess(folder, facts, job, host, port) as page:` serves the run's page; `url` says where."""
 
     def __init__(self, folder: Path, facts: PageFacts, job: Job, host: str, port: int, *, keep: bool = False) -> None:
@@ -67,12 +67,6 @@ class PageProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-
-    def __enter__(self) -> PageProcess:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def main() -> int:

@@ -212,7 +212,8 @@ class LiveRun:
             self._event("warning", f"no prediction: {error}", None)
             return
         if timeline is not None and shape_of(timeline.program) != shape_of(self.model.case):
-            self._event("warning", "the run has another shape than its job: the prediction is that of the job", None)
+            what = "pipelines, stages, microbatches or placement"
+            self._event("warning", f"the run has other {what} than its job: the prediction is that of the job", None)
         self._predict(self.model)
 
     def _predict(self, model: RunModel, order: str = "first") -> None:

@@ -42,12 +42,12 @@ class RemoteFollower:
         try:
             self._take()
         except urllib.error.HTTPError as error:
-            why = error.read(200).decode(errors="replace").strip() or error.reason
-            raise AtlasError(f"{self.base}: {error.code} {why}") from error
+            text = error.read(200).decode(errors="replace").strip()
+            why = error.reason if not text or text.startswith("<") else text
+            raise AtlasError(f"{self.base}: status {error.code}: {why}. Check the address and the token") from error
         except (OSError, HTTPException, ValueError) as error:
-            raise AtlasError(
-                f"{self.base}: no page answers there ({error}). Check the address and the token"
-            ) from error
+            what = getattr(error, "reason", error)
+            raise AtlasError(f"{self.base}: no page answers there ({what}). Check the address and the token") from error
         threading.Thread(target=self._follow, daemon=True, name="remote page").start()
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from atlas.errors import AtlasError
 from atlas.evidence.run_folder import find_run
 from atlas.ir.replace import write_whole
-from atlas.ir.store import JournalTail, is_journal, load_timeline
+from atlas.ir.store import JournalTail, is_journal, json_record, load_timeline
 from atlas.ir.timeline import Timeline
 from atlas.spec import Job
 from atlas.spec.plan import job_text, load_job_or_plan
@@ -73,7 +73,7 @@ def announced_service(folder: Path, service: Mapping[str, Any]) -> Iterator[None
 def read_service(folder: Path) -> dict[str, Any]:
     """Empty where there is no service."""
     try:
-        return _parsed((folder / SERVICE).read_bytes()) or {}
+        return json_record((folder / SERVICE).read_bytes())
     except OSError:
         return {}
 
@@ -151,8 +151,8 @@ class FolderFollower:
 
     def poll(self) -> bool:
         """Whether there was something new."""
-        steps = [event for line in self._steps.lines() if (event := _parsed(line)) and "step" in event]
-        events = [event for line in self._events.lines() if (event := _parsed(line)) and "text" in event]
+        steps = [event for line in self._steps.lines() if "step" in (event := json_record(line))]
+        events = [event for line in self._events.lines() if "text" in (event := json_record(line))]
         last = self._journal.timeline(1) if self.poll_timeline() else None
         timeline = None if last is None else self._journal.timeline(shown_iterations(last.program))
         record = self._new_record()
@@ -173,15 +173,6 @@ class FolderFollower:
             if changed == self._record_time:
                 return None
             self._record_time = changed
-            data = json.loads(self._record.read_bytes())
-        except (OSError, ValueError):
+            return json_record(self._record.read_bytes()) or None
+        except OSError:
             return None
-        return data if isinstance(data, dict) else None
-
-
-def _parsed(line: bytes) -> dict[str, Any] | None:
-    try:
-        data = json.loads(line)
-    except ValueError:
-        return None
-    return data if isinstance(data, dict) else None

@@ -9,17 +9,19 @@ import secrets
 import threading
 import time
 from dataclasses import asdict
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from atlas.addresses import LOOPBACK, is_loopback
 from atlas.errors import AtlasError
+from atlas.lifetime import Closing
 from atlas.spec.plan import load_job_or_plan
 from atlas.ui.live_run import LiveRun
 from atlas.ui.remote import RemoteFollower
 from atlas.ui.run_files import FACTS, JOB, FolderFollower, PageFacts, read_service
 from atlas.ui.run_model import RunModel
-from atlas.ui.server import LOOPBACK, Answer, PageServer, is_loopback
+from atlas.ui.server import Answer, PageServer
 from atlas.ui.service import ServiceFollower
 from atlas.ui.whatif import WhatIfDesk
 from atlas.view.page import asset, empty_header, filled, json_element, page_script
@@ -28,7 +30,7 @@ POLL_S, SERVICE_S = 1.0, 1.0
 """Between two looks at a run, and at its service. Each look analyses the last pass and takes CPU time."""
 
 
-class ServedPage:
+class ServedPage(Closing):
     """The page of one run. `url` is what a browser opens, with the token where there is one."""
 
     def __init__(self, source: str, host: str = LOOPBACK, port: int = 0, token: str = "") -> None:
@@ -75,12 +77,6 @@ class ServedPage:
             self._remote.close()
         self.server.close()
 
-    def __enter__(self) -> ServedPage:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     # ---- threads -----------------------------------------------------------------------------------------------------
     def _follow(self, follower: FolderFollower) -> None:
         while not self._closed.wait(POLL_S):
@@ -114,19 +110,16 @@ class ServedPage:
 
     # ---- what-if -----------------------------------------------------------------------------------------------------
     def _answers(self) -> dict[str, Answer]:
-        def asked(name: str) -> Answer:
-            def answer(body: dict[str, Any]) -> dict[str, Any]:
-                self._count_question(1)
-                try:
-                    found: dict[str, Any] = getattr(self._desk_of(), name)(body)
-                finally:
-                    self._count_question(-1)
-                return found
-
-            return answer
-
         paths = {"sliders": "sliders", "quick": "quick", "search": "search", "job": "job_file"}
-        return {f"/api/whatif/{path}": asked(name) for path, name in paths.items()}
+        return {f"/api/whatif/{path}": partial(self._answer, name) for path, name in paths.items()}
+
+    def _answer(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
+        self._count_question(1)
+        try:
+            found: dict[str, Any] = getattr(self._desk_of(), name)(body)
+        finally:
+            self._count_question(-1)
+        return found
 
     def _count_question(self, change: int) -> None:
         with self._no_question:

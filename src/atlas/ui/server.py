@@ -10,7 +10,6 @@ state.
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import json
 import socket
 import threading
@@ -21,6 +20,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from atlas.addresses import LOOPBACK, is_loopback
 from atlas.errors import AtlasError
 from atlas.ui.live_run import LiveRun
 
@@ -31,7 +31,7 @@ SEND_S = 10.0
 ALIVE_S = 15.0
 PAUSE_S = 0.5
 """Least time between two events to one client."""
-LOOPBACK, COOKIE = "127.0.0.1", "atlas_token"
+COOKIE = "atlas_token"
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -228,15 +228,6 @@ class PageHandler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         """Do not log requests."""
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def page_address(text: str, flag: str) -> tuple[str, int]:

@@ -31,7 +31,7 @@ from atlas.view.page import page_data
 QUICK_EVENTS = 30_000
 """Beyond this a new shape is first shown under eager 1F1B, whose order is written down without trying others."""
 FROZEN = "re-priced: same order of ops, new durations"
-UNSEARCHED = "not searched yet: {} builds its order for this shape without trying others"
+UNSEARCHED = "not searched yet: the first order of {}, before the search for a faster one"
 STAND_IN = "not searched yet: shown with the order of eager 1F1B"
 SEARCHED = "searched: these are the figures of `atlas simulate`"
 
@@ -228,7 +228,7 @@ def _sentence(row: Mapping[str, Any], now: Mapping[str, Any], spent: str) -> str
     if abs(ratio - 1) < 5e-4:
         first = "As many tokens a second as now."
     else:
-        first = f"{ratio:.2f}x the tokens a second of now."
+        first = f"{ratio:.2f}x as many tokens a second as now."
     if not row["fits"]:
         need, cap = row["peak_gib"], row["memory_gib"]
         first = f"Does not fit: it needs {need:.1f} GiB of a GPU's {cap:.1f} GiB. {first}"

@@ -20,11 +20,10 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from atlas.errors import SpecError
 from atlas.weather.cell import Floats, packet_rtts
 from atlas.weather.conservation import inflow, queue_floor_ns
 from atlas.weather.elastic import competing_flows
-from atlas.weather.packets import LOST, Ints, PacketTable
+from atlas.weather.packets import LOST, Ints, PacketTable, bad
 from atlas.weather.path_model import MAX_WINDOWS, WINDOW_NS, PathModel
 from atlas.weather.routes import route_pieces
 
@@ -97,12 +96,12 @@ def require_usable(table: PacketTable) -> None:
     """The rules that need the whole table."""
     num, where = len(table.sent_ns), table.where
     if num < 2:
-        raise _bad(where, "rows", num, "a path needs at least two packets", "Record for longer")
+        raise bad(where, "rows", num, "a path needs at least two packets", "Record for longer")
     if table.span_s < MIN_SPAN_S:
-        raise _bad(where, "rows", f"{table.span_s:.3g} s", f"must cover at least {MIN_SPAN_S:g} s", "Record for longer")
+        raise bad(where, "rows", f"{table.span_s:.3g} s", f"must cover at least {MIN_SPAN_S:g} s", "Record for longer")
     if table.span_s > MAX_SPAN_DAYS * 86_400:
         remedy = "Remove older parts of the table, or rows whose time is wrong"
-        raise _bad(
+        raise bad(
             where, "rows", f"{table.span_s / 86_400:.3g} days", f"must cover at most {MAX_SPAN_DAYS} days", remedy
         )
     arrived = ~table.lost
@@ -110,12 +109,12 @@ def require_usable(table: PacketTable) -> None:
         rule = (
             "every packet was lost: nothing arrived" if not num_arrived else "only one packet arrived, two are needed"
         )
-        raise _bad(where, "rtt_ns", "lost", rule, "Check that the path is up")
+        raise bad(where, "rtt_ns", "lost", rule, "Check that the path is up")
     at_ns = table.sent_ns[arrived] + table.rtt_ns[arrived]
     overtook = float((np.diff(at_ns) < 0).mean()) if len(at_ns) > 1 else 0.0
     if overtook > REORDERED:
         rule = f"{100 * overtook:.0f} % of packets overtook others: the path is not first in, first out"
-        raise _bad(where, "rows", None, rule, "Record a single path: one node pair, no load balancing per packet")
+        raise bad(where, "rows", None, rule, "Record a single path: one node pair, no load balancing per packet")
 
 
 def _piece_warnings(table: PacketTable, pieces: list[tuple[int, int]]) -> list[str]:
@@ -317,7 +316,3 @@ def _in_flight(table: PacketTable) -> Floats:
     acked = np.concatenate([[0], total])[done]
     flight: Floats = (total - acked).astype(np.float64)
     return flight[len(sent) // 10 :]
-
-
-def _bad(where: str, key: str, value: object, rule: str, remedy: str) -> SpecError:
-    return SpecError(where=where, key=key, value=value, rule=rule, remedy=remedy)

@@ -64,7 +64,7 @@ def paths_in(folder: Path) -> dict[str, list[Path]]:
     try:
         entries = sorted(folder.iterdir())
     except OSError as error:
-        raise _bad(folder, "DIR", None, f"{error.strerror}", "Name a folder of `atlas wan probe --record`") from None
+        raise bad(folder, "DIR", None, f"{error.strerror}", "Name a folder of `atlas wan probe --record`") from None
     for path in entries:
         if match := _PART.fullmatch(path.name):
             found.setdefault(match["name"], []).append((int(match["age"] or 0), path))
@@ -76,12 +76,12 @@ def read_path(folder: Path, name: str | None = None) -> tuple[str, PacketTable]:
     tables = paths_in(folder)
     if not tables:
         remedy = "Record some with `atlas wan probe --record DIR` or `atlas train --record-wan DIR`"
-        raise _bad(folder, "DIR", None, f"has no *{SUFFIX} table", remedy)
+        raise bad(folder, "DIR", None, f"has no *{SUFFIX} table", remedy)
     if name is None and len(tables) > 1:
-        raise _bad(folder, "--path", None, "the folder has several paths", f"Name one of {', '.join(tables)}")
+        raise bad(folder, "--path", None, "the folder has several paths", f"Name one of {', '.join(tables)}")
     name = name or next(iter(tables))
     if name not in tables:
-        raise _bad(folder, "--path", name, "no such path in the folder", f"Name one of {', '.join(tables)}")
+        raise bad(folder, "--path", name, "no such path in the folder", f"Name one of {', '.join(tables)}")
     return name, read_packets(tables[name])
 
 
@@ -113,18 +113,16 @@ def _blocks(path: Path) -> Iterator[bytes]:
             header = file.readline(256).strip().replace(b" ", b"")
             if header != HEADER:
                 given = header[:60].decode("ascii", "replace")
-                raise _bad(
-                    path, "header", given, f"the first line must be {HEADER.decode()}", "Add it, or record again"
-                )
+                raise bad(path, "header", given, f"the first line must be {HEADER.decode()}", "Add it, or record again")
             rest = b""
             while data := file.read(BLOCK_BYTES):
                 whole, newline, rest = (rest + data).rpartition(b"\n")
                 if newline and whole.strip():
                     yield whole
                 if len(rest) > BLOCK_BYTES:
-                    raise _bad(path, "row", None, "a line is longer than 16 MB", "Record again")
+                    raise bad(path, "row", None, "a line is longer than 16 MB", "Record again")
     except OSError as error:
-        raise _bad(path, "table", None, f"cannot be read: {error.strerror}", "Check the file") from None
+        raise bad(path, "table", None, f"cannot be read: {error.strerror}", "Check the file") from None
 
 
 def _parsed(path: Path, block: bytes, first_row: int) -> Ints:
@@ -149,7 +147,7 @@ def _row(path: Path, row: int, line: bytes) -> tuple[int, int, int]:
     names = HEADER.decode().split(",")
     if len(cells) != len(names):
         given = line[:60].decode("ascii", "replace")
-        raise _bad(path, f"row {row}", given, f"a row has {len(names)} values", "Fix this row or remove it")
+        raise bad(path, f"row {row}", given, f"a row has {len(names)} values", "Fix this row or remove it")
     found = []
     for name, cell in zip(names, cells, strict=True):
         if name == "rtt_ns" and cell == b"lost":
@@ -158,7 +156,7 @@ def _row(path: Path, row: int, line: bytes) -> tuple[int, int, int]:
         if not re.fullmatch(rb"\d{1,18}|[1-4]\d{18}", cell):
             rule = "must be a whole number, not negative" + (", or `lost`" if name == "rtt_ns" else "")
             given = cell[:40].decode("ascii", "replace")
-            raise _bad(path, f"row {row}.{name}", given, rule, "Fix this row or remove it")
+            raise bad(path, f"row {row}.{name}", given, rule, "Fix this row or remove it")
         found.append(int(cell))
     return found[0], found[1], found[2]
 
@@ -174,11 +172,12 @@ def _require_valid(path: Path, rows: Ints, first_row: int, last_ns: int) -> None
     )
     for name, values, wrong, rule, remedy in rules:
         if (at := np.flatnonzero(wrong)).size:
-            raise _bad(path, f"row {first_row + int(at[0])}.{name}", int(values[at[0]]), rule, remedy)
+            raise bad(path, f"row {first_row + int(at[0])}.{name}", int(values[at[0]]), rule, remedy)
 
 
-def _bad(path: Path, key: str, value: object, rule: str, remedy: str) -> SpecError:
-    return SpecError(where=str(path), key=key, value=value, rule=rule, remedy=remedy)
+def bad(where: Path | str, key: str, value: object, rule: str, remedy: str) -> SpecError:
+    """An error about a table."""
+    return SpecError(where=str(where), key=key, value=value, rule=rule, remedy=remedy)
 
 
 # ---- writing -------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ FREE, HELD, OUT, CLEAR = 0, 1, 2, 3
 """Rows of a Track [4, stages]: accelerator free at; bytes of KV held; until (the last one copied to the host by then);
 network clear of KV at."""
 NEVER = 2**62
+Numbers = Ints | NDArray[np.float64]
 COLUMNS = 7
 """Of a slice: worker, start, end, first layer, end layer, first token, end token."""
 
@@ -58,6 +59,19 @@ class WorkerArrays(NamedTuple):
 
 
 @njit
+def first_above(values: Numbers, low: int, high: int, limit: float) -> int:
+    """The first index from `low` on whose value is above `limit`; `high` if none is. Several times faster than numba's
+    searchsorted."""
+    while low < high:
+        middle = (low + high) >> 1
+        if values[middle] > limit:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+@njit
 def layer_ns(arrays: WorkerArrays, worker: int, tokens: int, context: int) -> int:
     rate = arrays.rate[worker]
     pairs = tokens * (context + tokens / 2.0)
@@ -68,19 +82,19 @@ def layer_ns(arrays: WorkerArrays, worker: int, tokens: int, context: int) -> in
 def sent_ns(arrays: WorkerArrays, worker: int, from_ns: int, count: float) -> int:
     """When the last of `count` bytes has been sent, from `from_ns` on, with the bandwidth that training leaves."""
     low, high = arrays.net_ptr[worker], arrays.net_ptr[worker + 1]
-    at, left = arrays.net_at_ns[low:high], arrays.net_bytes[low:high]
-    total = left[-1]
+    at, left = arrays.net_at_ns, arrays.net_bytes
+    total = left[high - 1]
     if total <= 0.0:
         return NEVER
     turn = (from_ns - arrays.anchor_ns) // arrays.period_ns
     offset = (from_ns - arrays.anchor_ns) - turn * arrays.period_ns
-    i = min(int(np.searchsorted(at, offset, side="right")) - 1, len(at) - 2)
+    i = min(first_above(at, low, high, offset) - 1, high - 2)
     gone = left[i] + (left[i + 1] - left[i]) * (offset - at[i]) / (at[i + 1] - at[i])
     wanted = gone + count
     turns = int(wanted // total)
     wanted -= turns * total
-    j = np.searchsorted(left, wanted, side="left")
-    if j == 0:
+    j = first_above(left, low, high, np.nextafter(wanted, -np.inf))  # the first that is at least `wanted`
+    if j == low:
         return int(arrays.anchor_ns + (turn + turns) * arrays.period_ns)
     part = (wanted - left[j - 1]) / (left[j] - left[j - 1])
     inside = at[j - 1] + part * (at[j] - at[j - 1])
@@ -122,7 +136,7 @@ def run_layers(
     ends, starts = arrays.end_ns[low:high], arrays.start_ns[low:high]
     origin = arrays.anchor_ns + arrays.phase_ns[worker]
     base = origin + (from_ns - origin) // arrays.period_ns * arrays.period_ns
-    i, at, layer, token = np.searchsorted(ends, from_ns - base, side="right"), from_ns, layers[0], tokens[0]
+    i, at, layer, token = first_above(ends, 0, len(ends), from_ns - base), from_ns, layers[0], tokens[0]
     barren = 0
     while layer < layers[1]:
         if i >= len(ends):
@@ -224,16 +238,16 @@ def idle_until(arrays: WorkerArrays, worker: int, from_ns: int, need_ns: float) 
     total = arrays.idle_ns[worker]
     if total <= 0:
         return float(NEVER)
-    starts, ends, before = arrays.start_ns[low:high], arrays.end_ns[low:high], arrays.before_ns[low:high]
+    starts, before = arrays.start_ns, arrays.before_ns
     origin = arrays.anchor_ns + arrays.phase_ns[worker]
     turn = (from_ns - origin) // arrays.period_ns
     offset = from_ns - origin - turn * arrays.period_ns
-    i = np.searchsorted(ends, offset, side="right")
-    gone = total if i >= len(ends) else before[i] + max(0, offset - starts[i])
+    i = first_above(arrays.end_ns, low, high, offset)
+    gone = total if i >= high else before[i] + max(0, offset - starts[i])
     wanted = gone + need_ns
     turns = int(wanted // total)
     wanted -= turns * total
-    j = np.searchsorted(before, wanted, side="right") - 1
+    j = first_above(before, low, high, wanted) - 1
     return float(origin + (turn + turns) * arrays.period_ns + starts[j] + (wanted - before[j]))
 
 

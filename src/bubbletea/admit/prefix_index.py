@@ -29,8 +29,8 @@ def block_hashes(tokens: Sequence[int], salt: bytes, block: int = BLOCK_TOKENS) 
 class PrefixCache:
     """Blocks by lane, within `capacity` blocks each."""
 
-    def __init__(self, num_lanes: int, capacity: int, block: int = BLOCK_TOKENS) -> None:
-        self.capacity, self.block = capacity, block
+    def __init__(self, num_lanes: int, capacity: int) -> None:
+        self.capacity = capacity
         self._held: list[OrderedDict[Hashable, None]] = [OrderedDict() for _ in range(num_lanes)]
         self._where: dict[Hashable, set[int]] = {}
 
@@ -38,20 +38,20 @@ class PrefixCache:
         """(tokens, lanes): the longest prefix of at most `limit` tokens that any lane holds, and the lanes that hold
         it."""
         depth, lanes = 0, frozenset[int]()
-        for k, name in enumerate(hashes[: limit // self.block]):
+        for k, name in enumerate(hashes[: limit // BLOCK_TOKENS]):
             at = self._where.get(name)
             if not at:
                 break
-            depth, lanes = (k + 1) * self.block, frozenset(at)
+            depth, lanes = (k + 1) * BLOCK_TOKENS, frozenset(at)
         return depth, lanes
 
     def tokens(self, lane: int, hashes: Sequence[Hashable], limit: int) -> int:
         """Tokens of the prefix that one lane holds."""
         held, depth = self._held[lane], 0
-        for name in hashes[: limit // self.block]:
+        for name in hashes[: limit // BLOCK_TOKENS]:
             if name not in held:
                 break
-            depth += self.block
+            depth += BLOCK_TOKENS
         return depth
 
     def add(self, lane: int, hashes: Sequence[Hashable]) -> None:

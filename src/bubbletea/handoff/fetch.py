@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atlas.errors import WorkerError
+from atlas.lifetime import Closing
 from bubbletea.frames import FrameSocket, WireFrame, greet, receive, send
 from bubbletea.handoff.remote_parts import Ticket
 from bubbletea.kv_blocks import END, FETCH, GONE, KV, PLACE, PLACES, READ, RELEASE, KvBlock, unpack_block
@@ -44,7 +45,7 @@ class Caller:
         return Security(Credentials.of_folder(Path(self.certs), self.name), ())
 
 
-class Fetcher:
+class Fetcher(Closing):
     """A connection to one worker; not thread-safe, but another thread may `close` it."""
 
     def __init__(self, host: str, port: int, caller: Caller, peer: str = "") -> None:
@@ -119,12 +120,6 @@ class Fetcher:
 
     def close(self) -> None:
         self._sock.close()
-
-    def __enter__(self) -> Fetcher:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _secured(sock: socket.socket, caller: Caller, peer: str) -> FrameSocket:

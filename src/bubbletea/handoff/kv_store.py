@@ -20,7 +20,7 @@ from torch import Tensor
 
 from atlas.errors import WorkerError
 from atlas.runtime.models.block import KvSlab
-from bubbletea.kv_blocks import KvBlock
+from bubbletea.kv_blocks import KvBlock, reach
 from bubbletea.kv_server import UPDATE, WantedBlocks
 from bubbletea.prefill.shard import Served
 
@@ -72,7 +72,7 @@ class Parcel:
     @property
     def num_complete(self) -> int:
         """The number of first tokens that all layers have."""
-        return min(map(_reach, self._arrived), default=0)
+        return min(map(reach, self._arrived), default=0)
 
     @property
     def is_complete(self) -> bool:
@@ -81,15 +81,6 @@ class Parcel:
     def cache(self) -> dict[int, KvSlab]:
         """For a decoder in this process, which appends to the prompt."""
         return {i: KvSlab(slab[0][None], slab[1][None], self.length) for i, slab in enumerate(self.slabs)}
-
-
-def _reach(spans: set[tuple[int, int]]) -> int:
-    end = 0
-    for start, stop in sorted(spans):
-        if start > end:
-            break
-        end = max(end, stop)
-    return end
 
 
 def reserved_bytes(budget_bytes: int, weights: Mapping[str, float]) -> dict[str, int]:

@@ -10,7 +10,7 @@ import gc
 import json
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 
@@ -33,9 +33,6 @@ class DedicatedWorker:
     busy: float = 0.0
     """The share of the period, at its start, in which the worker is busy."""
     device: str = "cpu"
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
 
 
 def main() -> int:

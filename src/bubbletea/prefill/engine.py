@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,27 +25,10 @@ from bubbletea.prefill.piece_times import PieceTimes
 from bubbletea.prefill.shard import ModelShard
 from bubbletea.prefill.staging import Staged, Staging
 
+if TYPE_CHECKING:
+    from bubbletea.prefill.service_link import ServiceLink
+
 LANE = 0
-
-
-class Outlet(Protocol):
-    """Receives results; called on the device's thread, must not block."""
-
-    @property
-    def is_full(self) -> bool:
-        """Too many results are waiting to be sent: no piece should start now."""
-
-    def kv(self, task: PrefillTask, piece: PrefillPiece, kv: Staged) -> None:
-        """[2, K, L, E] of one layer and one chunk."""
-
-    def logits(self, task: PrefillTask, logits: Staged) -> None: ...
-
-    def ran(self, task: PrefillTask, piece: PrefillPiece, predicted_ns: int, took_ns: int) -> None: ...
-
-    def done(self, task: PrefillTask) -> None:
-        """This worker has finished the task."""
-
-    def failed(self, task: PrefillTask, why: str) -> None: ...
 
 
 @dataclass
@@ -76,12 +59,13 @@ Begin = Callable[[Callable[[], list[PieceResult]], PrefillPiece], Running[list[P
 
 
 class PrefillEngine:
-    """`reach(name, host, port)` opens a connection to another stage before the first send to it."""
+    """`outlet` receives results: it is called on the device's thread and must not block. `reach(name, host, port)`
+    opens a connection to another stage before the first send to it."""
 
     def __init__(
         self,
         shard: ModelShard,
-        outlet: Outlet,
+        outlet: ServiceLink,
         transport: Transport | None = None,
         reach: Callable[[str, str, int], None] = lambda name, host, port: None,
         pace: PieceTimes | None = None,

@@ -4,7 +4,6 @@ receive its order. One attempt; `plugin` repeats it.
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import socket
 import time
@@ -12,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from atlas.addresses import is_loopback
 from atlas.errors import WorkerError
 from atlas.wan.security.credentials import Security
 from bubbletea.frames import FrameSocket, greet
@@ -94,6 +94,6 @@ def _protected(sock: socket.socket, place: ServicePlace, me: WorkerIdentity) -> 
         raise WorkerError(f"{peer} at {place.address} needs certificates: give training --certs, as the service")
     if place.tls:
         return secured(sock, me.security, peer)
-    if not place.address.startswith("unix:") and not ipaddress.ip_address(sock.getpeername()[0]).is_loopback:
+    if not place.address.startswith("unix:") and not is_loopback(sock.getpeername()[0]):
         raise WorkerError(f"{peer} at {place.address} is on another host and has no certificates: give it --certs")
     return sock

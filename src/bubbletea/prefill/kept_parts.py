@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from bubbletea.kv_blocks import KvBlock
+from bubbletea.kv_blocks import KvBlock, reach
 from bubbletea.kv_server import NO_TICKET, WantedBlocks
 
 
@@ -89,9 +89,12 @@ class KeptParts:
                 raise LookupError(NO_TICKET)
             layers = wanted.layers or tuple(part.layers)
             if missing := [layer for layer in layers if layer not in part.layers]:
-                raise LookupError(f"layer {missing[0]} is not here: this worker has {_text(part.layers)}")
+                raise LookupError(
+                    f"layer {missing[0]} is not here: this worker has layers {part.layers[0]} to {part.layers[-1]}"
+                )
             found = [block for layer in layers for block in part.blocks.get(layer, ())]
-            if any(_reach(part.blocks.get(layer, ())) < part.length for layer in layers):
+            spans = ([(block.start, block.stop) for block in part.blocks.get(layer, ())] for layer in layers)
+            if any(reach(some) < part.length for some in spans):
                 raise LookupError("it is not complete: its prefill has not ended")
         some = [block for block in found if block.start < wanted.stop and block.stop > wanted.start]
         if wanted.heads is None:
@@ -112,16 +115,3 @@ class KeptParts:
 
     def __len__(self) -> int:
         return len(self._parts)
-
-
-def _reach(blocks: Sequence[KvBlock]) -> int:
-    end = 0
-    for block in blocks:
-        if block.start > end:
-            break
-        end = max(end, block.stop)
-    return end
-
-
-def _text(layers: range) -> str:
-    return f"layers {layers.start} to {layers.stop - 1}"

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import TypeAdapter
 
-from atlas.runtime.models.config import DecoderConfig, RopeScaling
 from bubbletea.costs import LayerTime
 from bubbletea.frames import Payload
 from bubbletea.prefill.job import HEAD, PrefillPiece, PrefillTask
@@ -69,27 +68,15 @@ class WorkerOrder:
         return self.head_ns if piece.layer == HEAD else self.pace(piece.last - piece.first, piece.first)
 
     def to_json(self) -> Json:
-        data = asdict(self)
-        data["served"]["folder"] = str(self.served.folder) if self.served.folder else ""
-        data["waits_ns"] = list(self.waits_ns.items())
-        return data
+        found: Json = _ORDER.dump_python(self, mode="json")
+        return found
 
     @classmethod
     def from_json(cls, data: Json) -> WorkerOrder:
-        served = data["served"]
-        config = dict(served["config"])
-        if config["rope_scaling"] is not None:
-            config["rope_scaling"] = RopeScaling(**config["rope_scaling"])
-        folder = Path(served["folder"]) if served["folder"] else None
-        model = Served(DecoderConfig(**config), folder, served["seed"], served["dtype"])
-        fields = {
-            **data,
-            "served": model,
-            "layers_per_stage": tuple(data["layers_per_stage"]),
-            "pace": LayerTime(**data["pace"]) if data["pace"] else None,
-            "waits_ns": {int(index): int(ns) for index, ns in data["waits_ns"]},
-        }
-        return cls(**fields)
+        return _ORDER.validate_python(data)
+
+
+_ORDER = TypeAdapter(WorkerOrder)
 
 
 def ticket_of(task: PrefillTask) -> str:
@@ -101,6 +88,7 @@ def pack_task(task: PrefillTask, tokens: Sequence[int]) -> tuple[Json, Payload]:
 
 
 def unpack_task(fields: Json, payload: Payload) -> tuple[PrefillTask, list[int]]:
-    peers = tuple((str(name), str(host), int(port)) for name, host, port in fields["peers"])
-    task = PrefillTask(**{**fields, "ends": tuple(fields["ends"]), "peers": peers})
-    return task, np.frombuffer(payload, "<u4").tolist()
+    return _TASK.validate_python(fields), np.frombuffer(payload, "<u4").tolist()
+
+
+_TASK = TypeAdapter(PrefillTask)

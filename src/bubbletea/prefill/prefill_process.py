@@ -35,12 +35,12 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from atlas.errors import WorkerError
 from atlas.lifetime import describe_exit, end_with_parent
 from atlas.priority import lower_process_priority
-from atlas.runtime.device import Paced, Span
+from atlas.runtime.device import Paced, Running, Span
 from atlas.runtime.waits import Arrival, Position, SharedDevice, WorkerFacts
 from atlas.wan.security.credentials import Credentials, Security
 from atlas.wan.transport.base import Handle
@@ -84,10 +84,8 @@ class PrefillProcess:
 
     def __init__(self, settings: dict[str, Any]) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        memory, parent = mmap.mmap(-1, mmap.PAGESIZE), os.getpid()
-        self._pid = os.fork()
-        if not self._pid:
-            _keep_running(settings, _Wire(theirs, memory), parent)
+        memory = mmap.mmap(-1, mmap.PAGESIZE)
+        self._pid = _forked(lambda: _keep_running(settings, _Wire(theirs, memory)))
         theirs.close()
         self._wire, self._number = _Wire(ours, memory), 0
         self.prefill_pid = 0
@@ -161,26 +159,15 @@ def _has_ended(pid: int) -> bool:
 
 
 # ---- the process that starts it --------------------------------------------------------------------------------------
-def _keep_running(settings: dict[str, Any], wire: _Wire, parent: int) -> NoReturn:
-    """Starts the process that prefills, and starts it again if it dies."""
+def _forked(run: Callable[[], None]) -> int:
+    """The id of a fork that runs this, and ends with its parent."""
+    parent, pid = os.getpid(), os.fork()
+    if pid:
+        return pid
     code = 1
     try:
         end_with_parent(parent)
-        os.setsid()  # Ctrl-C is for the worker
-        _close_others(wire.sock.fileno())
-        logging.getLogger("atlas").handlers = [_WarningSender(wire)]
-        num_restarts, is_first = 0, True
-        while died := _run_once(settings, wire, is_first):
-            why, seconds = died
-            num_restarts, is_first = 0 if seconds > STEADY_S else num_restarts, False
-            if num_restarts == MAX_RESTARTS:
-                log.warning("the prefill process %s; it is not started again. Training continues without it", why)
-                break
-            log.warning("the prefill process %s; it is started again", why)
-            time.sleep(RESTART_S * 2**num_restarts)
-            num_restarts += 1
-            if "close" in _drained(wire):
-                break
+        run()
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -188,12 +175,29 @@ def _keep_running(settings: dict[str, Any], wire: _Wire, parent: int) -> NoRetur
         os._exit(code)
 
 
+def _keep_running(settings: dict[str, Any], wire: _Wire) -> None:
+    """Starts the process that prefills, and starts it again if it dies."""
+    os.setsid()  # Ctrl-C is for the worker
+    _close_others(wire.sock.fileno())
+    logging.getLogger("atlas").handlers = [_WarningSender(wire)]
+    num_restarts, is_first = 0, True
+    while died := _run_once(settings, wire, is_first):
+        why, seconds = died
+        num_restarts, is_first = 0 if seconds > STEADY_S else num_restarts, False
+        if num_restarts == MAX_RESTARTS:
+            log.warning("the prefill process %s; it is not started again. Training continues without it", why)
+            return
+        log.warning("the prefill process %s; it is started again", why)
+        time.sleep(RESTART_S * 2**num_restarts)
+        num_restarts += 1
+        if "close" in _drained(wire):
+            return
+
+
 def _run_once(settings: dict[str, Any], wire: _Wire, is_first: bool) -> tuple[str, float] | None:
     """How it died, and after how many seconds; None: it has ended as it should."""
-    began_s, parent = time.monotonic(), os.getpid()
-    pid = os.fork()
-    if not pid:
-        _run(settings, wire, parent, is_first)
+    began_s = time.monotonic()
+    pid = _forked(lambda: _Prefilling(settings, wire).run(is_first))
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     return (describe_exit(code), time.monotonic() - began_s) if code else None
 
@@ -208,19 +212,6 @@ def _drained(wire: _Wire) -> set[str]:
 
 
 # ---- the process that prefills ---------------------------------------------------------------------------------------
-def _run(settings: dict[str, Any], wire: _Wire, parent: int, is_first: bool) -> NoReturn:
-    code = 1
-    try:
-        end_with_parent(parent)
-        Path("/proc/self/comm").write_text(NAME)
-        _Prefilling(settings, wire).run(is_first)
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(code)
-
-
 def _close_others(kept: int) -> None:
     """Descriptors of the worker: whoever reads from it must see that it has ended."""
     null = os.open(os.devnull, os.O_RDONLY)
@@ -250,11 +241,11 @@ class _AnnouncedDevice(Paced):
         super().__init__()
         self._wire, self.number = wire, 0
 
-    def run(self, work: Callable[[], T], cost_ns: int, ready_ns: int) -> tuple[T, Span]:
+    def begin(self, work: Callable[[], T], cost_ns: int, ready_ns: int) -> Running[T]:
         start_ns = max(self.free_ns, ready_ns)
         if self._wire.over[0] < self.number:
             self._wire.send("piece", start_ns, start_ns + cost_ns)
-        return super().run(work, cost_ns, ready_ns)
+        return super().begin(work, cost_ns, ready_ns)
 
 
 class _FarArrival(Arrival):
@@ -277,6 +268,7 @@ class _Prefilling:
         self._arrival = _FarArrival(wire, 0)
 
     def run(self, is_first: bool) -> None:
+        Path("/proc/self/comm").write_text(NAME)
         if not is_first:
             lower_process_priority()
         self._wire.send("started", os.getpid())

@@ -8,7 +8,6 @@ for it; while there is none, waits are not used. Settings: {"folder": where the 
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import os
 import secrets
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 
+from atlas.addresses import is_loopback
 from atlas.errors import WorkerError
 from atlas.runtime.device import Span
 from atlas.runtime.waits import Position, SharedDevice, WorkerFacts
@@ -225,7 +225,7 @@ class PrefillWorker:
 def _listening(parts: KeptParts, me: WorkerIdentity, host: str) -> KvServerThread | None:
     """On this worker's address with its certificate; without one on loopback, or not at all."""
     context = None if me.security.credentials is None else me.security.server_context
-    if context is None and not ipaddress.ip_address(host).is_loopback:
+    if context is None and not is_loopback(host):
         return None
     return KvServerThread(KvServer(parts, secrets.token_hex(32), context), host)
 

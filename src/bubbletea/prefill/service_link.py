@@ -106,18 +106,21 @@ class ServiceLink:
     # ---- the engine's outlet -----------------------------------------------------------------------------------
     @property
     def is_full(self) -> bool:
+        """Too many results are waiting to be sent: no piece should start now."""
         return self._queued_bytes - self._sent_bytes > MAX_PENDING_BYTES
 
     def kv(self, task: PrefillTask, piece: PrefillPiece, kv: Staged) -> None:
+        """[2, K, L, E] of one layer and one chunk."""
+
         def frame() -> tuple[int, Json, Payload]:
             ticket = task.ticket or ticket_of(task)
-            block = KvBlock(ticket, self._model, piece.layer, piece.first, piece.last, kv())
+            block = KvBlock(ticket, self._served.id, piece.layer, piece.first, piece.last, kv())
             if not task.ticket:
                 return (KV, *pack_block(block))
             self.parts.put((task.job, task.attempt), block)
             return KEPT, {**_name(task), "span": [piece.layer, piece.first, piece.last]}, b""
 
-        num_bytes = self._kv_bytes(piece)
+        num_bytes = (piece.last - piece.first) * self._served.kv_bytes_per_layer_token
         self._queued_bytes += num_bytes
         self._out.put(_Outgoing(frame, task, num_bytes))
 
@@ -150,10 +153,6 @@ class ServiceLink:
     def _served(self) -> Served:
         return self._engine.shard.served
 
-    @property
-    def _model(self) -> str:
-        return self._served.id
-
     def _read(self) -> None:
         while not self.lost.is_set():
             try:
@@ -165,7 +164,7 @@ class ServiceLink:
 
     def _take(self, frame: WireFrame) -> None:
         if frame.kind == KV:
-            block = unpack_block(frame, model=self._model)
+            block = unpack_block(frame, model=self._served.id)
             self._cached.setdefault(block.ticket, {})[block.layer] = block.kv
         elif frame.kind == TASK:
             task, tokens = unpack_task(frame.fields, frame.payload)
@@ -182,7 +181,7 @@ class ServiceLink:
             self.parts.release(str(frame.fields["ticket"]))
 
     def _offer(self, task: PrefillTask, tokens: list[int], cached: dict[int, Tensor]) -> None:
-        served, layers = self._engine.shard.served, self._engine.shard.cut.layers
+        served, layers = self._served, self._engine.shard.cut.layers
         if task.start and any(i not in cached or cached[i].shape[2] != task.start for i in layers):
             self.failed(task, "its cached tokens did not arrive with it")
             return
@@ -197,11 +196,8 @@ class ServiceLink:
                 )
                 return
             for layer in layers if task.start else ():
-                self.parts.put(job, KvBlock(task.ticket, self._model, layer, 0, task.start, cached[layer]))
+                self.parts.put(job, KvBlock(task.ticket, self._served.id, layer, 0, task.start, cached[layer]))
         self._engine.offer(task, tokens, [cached[i] for i in layers] if task.start else ())
-
-    def _kv_bytes(self, piece: PrefillPiece) -> int:
-        return (piece.last - piece.first) * self._engine.shard.served.kv_bytes_per_layer_token
 
     def _write(self) -> None:
         while (out := self._out.get()) is not None:

@@ -33,6 +33,11 @@ log = logging.getLogger("bubbletea.requests")
 MAX_BODY_BYTES = 4 << 20
 BODY_S = 10.0
 """Time limit of a body."""
+AS_GIVEN = (
+    *("temperature", "top_p", "min_p", "seed", "min_tokens"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
+"""Fields of a request that `Sampling` has too, with the same meaning."""
 FAILURE = ApiError(500, "the service failed to answer; see its log", code="internal_error")
 ModelT = TypeVar("ModelT", bound=BaseModel)
 T = TypeVar("T")
@@ -169,21 +174,15 @@ class Api:
                     400, f"{name}: token {max(tokens)} is not in the model's vocabulary of {vocabulary}", param=name
                 )
         ends = frozenset[int]() if body.ignore_eos else text.ends
+        given = {name: value for name in AS_GIVEN if (value := getattr(body, name)) is not None}
         return Sampling(
             max_tokens=body.num_new,
-            temperature=_or(body.temperature, 1.0),
-            top_p=_or(body.top_p, 1.0),
-            seed=body.seed,
             stop_tokens=ends | set(named["stop_token_ids"]),
-            top_k=max(0, _or(body.top_k, 0)),
-            min_p=_or(body.min_p, 0.0),
-            presence_penalty=_or(body.presence_penalty, 0.0),
-            frequency_penalty=_or(body.frequency_penalty, 0.0),
-            repetition_penalty=_or(body.repetition_penalty, 1.0),
+            top_k=max(0, body.top_k or 0),
             bias={int(token): bias for token, bias in (body.logit_bias or {}).items()},
             allowed=None if body.allowed_token_ids is None else frozenset(body.allowed_token_ids),
             bad=text.spellings(body.bad_words or ()),
-            min_tokens=_or(body.min_tokens, 0),
+            **given,
         )
 
     # ---- writing -----------------------------------------------------------------------------------------------
@@ -260,10 +259,6 @@ class Chat(Completion):
     def piece(self, text: str, finish: str | None, *, first: bool) -> dict[str, Any]:
         delta = {"role": "assistant", "content": text} if first else {"content": text}
         return {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
-
-
-def _or(value: T | None, default: T) -> T:
-    return default if value is None else value
 
 
 def usage(last: Delta) -> dict[str, Any]:

@@ -165,7 +165,7 @@ def assemble(settings: ServiceSettings, windows: WorkerWindows, keys: Keys, toke
     connections = WorkerConnections(token, roster.find, served.id)
     store, metrics = KvStore(served, settings.store_bytes, keys.weights), ServiceMetrics(settings.name)
     prefixes = Prefixes(settings.prefix_bytes if settings.decodes else 0, keys.weights)
-    limit = SlowdownLimit(settings.budget, metrics.iterated) if windows.trains else None
+    limit = SlowdownLimit(settings.budget, metrics.iterations.observe) if windows.trains else None
     dispatcher = Dispatcher(connections, planner, store, prefixes, metrics, settings.patience_s, limit=limit)
     kv_server = KvServer(store, token)
     text = Text.of_folder(served.folder) if served.folder is not None else Text.of_bytes()

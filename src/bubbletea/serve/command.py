@@ -38,32 +38,36 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--name", metavar="NAME", help="model name in the API (default: the folder's name)")
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="type of the weights"
+        "--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="weight type (default float32)"
     )
     parser.add_argument(
-        "--stages", type=whole(1, 64), metavar="N", help="number of workers that share one copy of the model"
+        "--stages", type=whole(1, 64), metavar="N", help="workers per copy of the model (default: the fewest)"
     )
     parser.add_argument(
-        "--chunk", type=whole(16, 65_536), default=512, metavar="N", help="longest chunk of a prompt (default 512)"
+        "--chunk", type=whole(16, 65_536), default=512, metavar="N", help="tokens of the longest chunk (default 512)"
     )
     parser.add_argument(
-        "--arena-mib", type=MEBIBYTES, default=256, metavar="N", help="memory per worker for prefill (default 256)"
+        "--arena-mib", type=MEBIBYTES, default=256, metavar="N", help="MiB per worker for prefill (default 256)"
     )
     parser.add_argument(
-        "--store-mib", type=MEBIBYTES, default=1024, metavar="N", help="host memory for keys and values (default 1024)"
+        "--store-mib", type=MEBIBYTES, default=1024, metavar="N", help="host memory for KV, in MiB (default 1024)"
     )
     parser.add_argument(
         "--prefix-mib",
         type=whole(0, 10_000_000),
         default=256,
         metavar="N",
-        help="size of the prefix cache (default 256)",
+        help="size of the prefix cache in MiB (default 256)",
     )
     parser.add_argument(
-        "--slowdown", type=float, default=0.005, metavar="X", help="most that prefill may slow training (default 0.005)"
+        "--slowdown",
+        type=float,
+        default=0.005,
+        metavar="X",
+        help="largest slowdown of training by prefill, as a share (default 0.005)",
     )
     parser.add_argument(
-        "--deadline", type=float, default=30.0, metavar="S", help="deadline of requests that set none (default 30)"
+        "--deadline", type=float, default=30.0, metavar="S", help="seconds, for requests without one (default 30)"
     )
     aim_flags(parser)
     port_flags(parser)
@@ -92,9 +96,7 @@ def port_flags(parser: argparse.ArgumentParser) -> None:
         "--token-file", type=Path, metavar="FILE", help="token of the decode engines (default: a new one)"
     )
     parser.add_argument("--keys", type=Path, metavar="FILE", help="API keys by tenant (default: no key needed)")
-    parser.add_argument(
-        "--without-keys", action="store_true", help="listen beyond loopback although --keys is not given"
-    )
+    parser.add_argument("--without-keys", action="store_true", help="allow a --host other than loopback without --keys")
     parser.add_argument(
         "--drain",
         type=float,
@@ -110,7 +112,7 @@ def page_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ui-at", metavar="[HOST:]PORT", help="where --ui serves (default: any port of 127.0.0.1; others need a token)"
     )
-    parser.add_argument("--runs", type=Path, metavar="DIR", help="the run's folder (default: runs/NAME)")
+    parser.add_argument("--runs", type=Path, metavar="DIR", help="the run's folder (default runs/NAME)")
 
 
 def run_flags(parser: argparse.ArgumentParser) -> None:
@@ -128,8 +130,8 @@ def run_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers-port", type=PORT, default=0, metavar="PORT", help="port for workers (default: any)")
     parser.add_argument("--certs", type=Path, metavar="DIR", help="the run's certificates, for workers on other hosts")
     parser.add_argument("--recipe", type=Path, metavar="FILE", help="the run's recipe, if it has one")
-    parser.add_argument("--schedule", default="", metavar="NAME", help="schedule of a job (default: 1f1b)")
-    parser.add_argument("--tcp", choices=("one", "many"), help="TCP connections per node pair (default: many)")
+    parser.add_argument("--schedule", default="", metavar="NAME", help="schedule of a job (default 1f1b)")
+    parser.add_argument("--tcp", choices=("one", "many"), help="TCP connections per node pair (default many)")
     parser.add_argument(
         "--slower", type=whole(1, 1000), default=1, metavar="X", help="the same value as --slower of the emulated run"
     )

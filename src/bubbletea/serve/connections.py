@@ -7,7 +7,6 @@ at once. Everything runs on the service's event loop. Knows frames and workers; 
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import socket
 import time
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from atlas.addresses import is_loopback
 from atlas.errors import AtlasError, WorkerError
 from atlas.wan.security.credentials import Security, require_name
 from bubbletea.admit.records import PrefillLane
@@ -101,7 +101,7 @@ class WorkerConnections(FrameServer):
     async def listen(self, host: str, port: int, security: Security | None) -> str:
         """Listens for workers of a run, with the run's certificates; returns the address that they dial. Without
         certificates on loopback only."""
-        if security is None and not ipaddress.ip_address(host).is_loopback:
+        if security is None and not is_loopback(host):
             raise AtlasError(f"--workers-host {host}: workers of other hosts need certificates. Give --certs")
         self.context = None if security is None else security.server_context
         try:
@@ -172,13 +172,15 @@ class WorkerConnections(FrameServer):
             try:
                 found.append(self.find(who))
             except WorkerError as error:
+                if str(error) not in self._refused:  # once: the worker comes again every few seconds
+                    self._refused.add(str(error))
+                    log.warning("%s", error)
                 return {"refused": str(error)}
             order, has_baseline = found[0][1].to_json(), self.listener.has_baseline
             return {"order": order, "now_ns": time.monotonic_ns(), "has_baseline": has_baseline}
 
         who = await self._admit(reader, writer, answer)
         if not found:
-            self._note_refused(who)
             raise ClosedError("the worker was refused")
         transport = (str(who["transport"][0]), str(who["transport"][1]), int(who["transport"][2]))
         worker, order = found[0]
@@ -190,15 +192,6 @@ class WorkerConnections(FrameServer):
         if before is not None and before.ready:
             self.listener.left(before)  # the worker was restarted: its earlier tasks are lost
         return member
-
-    def _note_refused(self, who: dict[str, Any]) -> None:
-        """Logs the reason once: the worker comes again every few seconds."""
-        try:
-            self.find(who)
-        except WorkerError as error:
-            if str(error) not in self._refused:
-                self._refused.add(str(error))
-                log.warning("%s", error)
 
     def _take(self, member: ConnectedWorker, frame: WireFrame) -> None:
         listener, fields = self.listener, frame.fields

@@ -6,12 +6,15 @@ torch, so a lost worker is back without the two seconds that the import takes.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import threading
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import NamedTuple
 
 from atlas.launch.forkserver import Child, fork_server
+from atlas.lifetime import Closing
 from bubbletea.prefill.dedicated_worker import DedicatedWorker
 
 WATCH_S = 0.1
@@ -24,7 +27,7 @@ class _Started(NamedTuple):
     """Our end of it: the worker ends when it is closed."""
 
 
-class DedicatedWorkers:
+class DedicatedWorkers(Closing):
     """`with DedicatedWorkers(workers):`; leaving the block leaves no process behind."""
 
     def __init__(self, workers: Sequence[DedicatedWorker]) -> None:
@@ -47,12 +50,6 @@ class DedicatedWorkers:
             one.process.wait()
             os.close(one.stdin)
 
-    def __enter__(self) -> DedicatedWorkers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _watch(self) -> None:
         while not self._closing.wait(WATCH_S):
             for index, one in enumerate(self._started):
@@ -68,5 +65,5 @@ def _start(worker: DedicatedWorker) -> _Started:
     finally:
         os.close(theirs)
     with contextlib.suppress(OSError):
-        os.write(ours, worker.to_json().encode() + b"\n")
+        os.write(ours, json.dumps(asdict(worker)).encode() + b"\n")
     return _Started(process, ours)

@@ -235,7 +235,7 @@ class Dispatcher:
 
     def _hand_back(self, run: _PrefillRun, why: str) -> None:
         if not run.future.done():
-            self.metrics.handed_back()
+            self.metrics.handed_back.inc()
             run.future.set_exception(HandedBack(why))
 
     def _forget(self, run: _PrefillRun) -> None:
@@ -259,7 +259,7 @@ class Dispatcher:
     def _update_lanes(self) -> None:
         now_ns = time.monotonic_ns()
         self.planner.set_alive((m.worker for m in self.connections.members.values() if m.ready), now_ns)
-        self.metrics.lanes(self.planner.num_lanes)
+        self.metrics.lanes.set(self.planner.num_lanes)
         self.on_lanes(self.planner.num_lanes)
         self._follow(self.planner.advance(now_ns))
 
@@ -353,7 +353,7 @@ class Dispatcher:
                 self._pass_time(time.monotonic_ns())
             except Exception:  # one error must not stop the loop for all requests
                 log.exception("an error in the scheduler; it continues")
-                self.metrics.trouble()
+                self.metrics.trouble.inc()
 
     def _pass_time(self, now_ns: int) -> None:
         if self.limit is not None:

@@ -22,7 +22,7 @@ TYPES = {
 HAND_BACK_RETRY_S = 1.0
 REASONS = {
     "deadline": "no bubble of training fits this prompt before its deadline",
-    "share": "other tenants are waiting that were served less",
+    "share": "other tenants, which were served less, are waiting",
     "memory": "the memory for keys and values is in use",
     "no-lane": "no workers are connected",
     "overcommitted": "prefill on this host slows training by more than --slowdown",
@@ -105,4 +105,4 @@ def of_refusal(refused: Refused, length: int) -> ApiError:
 
 
 def of_hand_back(error: HandedBack) -> ApiError:
-    return ApiError(503, f"handed back: {error}", code="handed_back", retry_s=HAND_BACK_RETRY_S)
+    return ApiError(503, f"the admitted request was given up: {error}", code="handed_back", retry_s=HAND_BACK_RETRY_S)

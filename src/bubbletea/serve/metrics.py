@@ -40,20 +40,22 @@ class ServiceMetrics:
         self.answer_tokens = self._counter("vllm:generation_tokens", "Tokens generated")
         self.success = self._counters("vllm:request_success", "Answers completed", "finished_reason", FINISHES)
         self._queries = self._counter("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache")
-        self._hits = self._counter("vllm:prefix_cache_hits", "Tokens found there")
+        self._hits = self._counter("vllm:prefix_cache_hits", "Tokens found in the prefix cache")
         self._running = self._gauge("vllm:num_requests_running", "Requests being prefilled or decoded")
         self._waiting = self._gauge("vllm:num_requests_waiting", "Requests whose prefill has not begun")
         self._kv_used = self._gauge("vllm:kv_cache_usage_perc", "Share of the host memory for KV in use (0 to 1)")
         self._refusals = self._counters("bubbletea:admission_rejections", "Requests refused", "reason", REFUSALS)
         self._came_back = self._counters(
-            "bubbletea:retries", "Refused requests that came back at their Retry-After", "outcome", RETRIES
+            "bubbletea:retries", "Refused requests that were sent again at their Retry-After", "outcome", RETRIES
         )
-        self._handed_back = self._counter("bubbletea:requests_handed_back", "Admitted, but no worker left to do it")
-        self._lanes = self._gauge("bubbletea:lanes", "Lanes whose workers are all connected")
+        self.handed_back = self._counter(
+            "bubbletea:requests_handed_back", "Admitted requests that failed because no worker was left"
+        )
+        self.lanes = self._gauge("bubbletea:lanes", "Lanes whose workers are all connected")
         self._backlog = self._gauge("bubbletea:offline_backlog", "Offline requests that wait for a bubble")
         self._fill = self._gauge("bubbletea:fill_ratio", "Share of recent bubbles' time spent on prefill")
         self._slowdown = self._gauge(
-            "bubbletea:training_slowdown_ratio", "Training's period over the planned one, less 1"
+            "bubbletea:training_slowdown_ratio", "Training's iteration time over the planned one, less 1"
         )
         self._fill_slowdown = self._gauge(
             "bubbletea:filling_slowdown_ratio", "Iterations with prefill over iterations without, less 1"
@@ -63,18 +65,18 @@ class ServiceMetrics:
             "bubbletea:overcommitted",
             "1 while new requests are refused because training is slower than --slowdown allows",
         )
-        self._iterations = Summary(
+        self.iterations = Summary(
             "bubbletea:training_iteration_seconds",
-            "Iterations of training, as it measures them itself",
+            "Training iterations, as measured by training",
             ["model_name"],
             registry=self.registry,
         ).labels(self._model)
         self._bubbles = self._counters("bubbletea:bubbles", "Waits of training workers", "worker")
         self._bubble_s = self._counters("bubbletea:bubble_seconds", "Time training workers waited", "worker")
-        self._filled_s = self._counters("bubbletea:filled_seconds", "Of that, spent on prefill", "worker")
+        self._filled_s = self._counters("bubbletea:filled_seconds", "Time of these waits spent on prefill", "worker")
         self._slices = self._counters("bubbletea:slices", "Pieces of prefill run", "worker")
         self._late = self._counters("bubbletea:slices_late", "Pieces that took longer than predicted", "worker")
-        self._trouble = self._counter("bubbletea:scheduler_errors", "Errors in the scheduler after which it continued")
+        self.trouble = self._counter("bubbletea:scheduler_errors", "Errors in the scheduler after which it continued")
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
@@ -85,9 +87,6 @@ class ServiceMetrics:
 
     def came_back(self, outcome: str) -> None:
         self._came_back.labels(self._model, outcome).inc()
-
-    def handed_back(self) -> None:
-        self._handed_back.inc()
 
     def cached(self, num_cached: int, num_tokens: int) -> None:
         self._queries.inc(num_tokens)
@@ -112,9 +111,6 @@ class ServiceMetrics:
         """The number of decoding requests has changed by `more`."""
         self._num_decoding += more
 
-    def first_token(self, seconds: float) -> None:
-        self.first_token_s.observe(seconds)
-
     def ran(self, worker: str, predicted_ns: int, took_ns: int) -> None:
         self._slices.labels(self._model, worker).inc()
         if took_ns > predicted_ns:
@@ -126,22 +122,12 @@ class ServiceMetrics:
         self._filled_s.labels(self._model, worker).inc(filled_ns / 1e9)
         self._recent.append((waited_ns, filled_ns))
 
-    def iterated(self, seconds: float) -> None:
-        """Thread-safe."""
-        self._iterations.observe(seconds)
-
-    def trouble(self) -> None:
-        self._trouble.inc()
-
     def joined(self, worker: str) -> None:
         """Creates its counters with value 0."""
         for counter in (self._bubbles, self._bubble_s, self._filled_s, self._slices, self._late):
             counter.labels(self._model, worker)
 
     # ---- state -------------------------------------------------------------------------------------------------
-    def lanes(self, count: int) -> None:
-        self._lanes.set(count)
-
     def gauges(self, dispatcher: Dispatcher) -> None:
         store = dispatcher.store
         self._running.set(dispatcher.num_running + self._num_decoding)

@@ -36,7 +36,7 @@ class Roster:
             )
         if self.device and device != self.device:
             raise WorkerError(
-                f"worker {name} computes on {device or 'an unknown device'}, and this service prices prefill on "
+                f"worker {name} computes on {device or 'an unknown device'}, and this service predicts prefill for "
                 f"{self.device}: start it with --device {device}"
             )
         if number not in self.numbers:

@@ -222,7 +222,7 @@ class Service:
         """The first token, and the address of the keys and values."""
         first = choose(found.logits, asked.sampling, asked.sampling.generator(), tokens)
         seconds = time.monotonic() - asked.arrived_s
-        self.metrics.first_token(seconds)
+        self.metrics.first_token_s.observe(seconds)
         self.metrics.answered(seconds, seconds, 1, "length")
         parcel, address = found.parcel, self.kv_server.address
         datacenter = found.parts[0].name.partition("/")[0]
@@ -264,7 +264,7 @@ class Service:
             count += 1
             if count == 1:
                 first_s = time.monotonic() - asked.arrived_s
-                self.metrics.first_token(first_s)
+                self.metrics.first_token_s.observe(first_s)
             fresh = "" if token in hidden else stream.push(token)
             fresh += stream.flush() if finish else ""
             may_stop = count > asked.sampling.min_tokens

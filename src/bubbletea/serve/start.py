@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import dataclasses
-import ipaddress
 from collections import Counter
 from contextlib import AbstractContextManager, ExitStack
 
+from atlas.addresses import is_loopback
 from atlas.errors import AtlasError
 from atlas.ir.assemble import repeated
 from atlas.ir.text import program_id, to_text
@@ -146,10 +145,7 @@ def _require_device(args: argparse.Namespace) -> None:
 
 
 def _require_keys(args: argparse.Namespace) -> None:
-    is_local = args.host == "localhost"
-    with contextlib.suppress(ValueError):
-        is_local = is_local or ipaddress.ip_address(args.host).is_loopback
-    if not is_local and args.keys is None and not args.without_keys:
+    if not is_loopback(args.host) and args.keys is None and not args.without_keys:
         raise AtlasError(
             f"--host {args.host}: everybody who can reach it could use the service. Give --keys FILE, or "
             "--without-keys if that is wanted"

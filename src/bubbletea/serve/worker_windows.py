@@ -17,7 +17,7 @@ from atlas.ir.program import USEFUL, Program
 from atlas.ir.timeline import Timeline
 from atlas.sim import simulate
 from bubbletea.costs import LayerTime
-from bubbletea.windows.bubbles import Pattern, pattern_of, span
+from bubbletea.windows.bubbles import Pattern, gaps_of, pattern_of, span
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +66,7 @@ def of_training(
     numbers = [w for w in range(cells * program.num_workers) if datacenter in (None, one.worker_dc[w % len(by_worker)])]
     if not numbers:
         known = ", ".join(dict.fromkeys(one.worker_dc))
-        raise AtlasError(f"--dc {datacenter}: the plan has no worker there; it has them in {known}")
+        raise AtlasError(f"--dc {datacenter}: the plan has no worker there; it has them in {known}. Give one of these")
     pattern = one.replicated(cells).only(numbers)
     slots = []
     for index, number in enumerate(numbers):
@@ -87,27 +87,17 @@ def sensitivity(program: Program, costs: Costs, longer: float = 0.1) -> float:
 def _slots(timeline: Timeline, pattern: Pattern, worker: int) -> dict[int, int]:
     """By index of the op in one pass of the worker: the window in which it waits. These are the op whose start ends the
     window, and the ops before it that only wait for a network."""
-    program = timeline.program
+    program, within, found = timeline.program, span(timeline), dict[int, int]()
+    gaps = gaps_of(timeline, worker, within)
     own = np.arange(program.worker_ptr[worker], program.worker_ptr[worker + 1])
-    starts, ends = timeline.op_start_ns[own], timeline.op_end_ns[own]
-    low_ns, _ = span(timeline)
-    counts = np.isin(program.kind[own], np.array(USEFUL, np.int8)) & (ends > starts)
-    useful = np.flatnonzero(counts)
-    inside = useful[ends[useful] > low_ns]
-    if not len(inside):
-        return {}
-    origin_ns, per_pass = max(int(starts[inside[0]]), low_ns), len(own) // program.num_iterations
-    slot_at = {
-        (origin_ns + int(pattern.end_ns[slot]) - low_ns) % pattern.period_ns: slot
-        for slot in range(int(pattern.ptr[worker]), int(pattern.ptr[worker + 1]))
-    }
-    found: dict[int, int] = {}
-    for before, at in zip((-1, *useful), useful, strict=False):
-        slot = slot_at.get((int(starts[at]) - low_ns) % pattern.period_ns)
-        if slot is not None and ends[at] > low_ns:
-            found.update(
-                {int(op) % per_pass: slot for op in range(max(before + 1, int(at) - per_pass + 1), int(at) + 1)}
-            )
+    took = timeline.op_end_ns[own] > timeline.op_start_ns[own]
+    useful = np.flatnonzero(np.isin(program.kind[own], np.array(USEFUL, np.int8)) & took)
+    per_pass = len(own) // program.num_iterations
+    for slot, at in enumerate((gaps.behind - own[0]).tolist(), int(pattern.ptr[worker])):
+        if timeline.op_start_ns[own[at]] < within[0]:
+            continue  # it starts before the period, so the window does not end where it starts
+        before = int(max(useful[useful < at], default=-1))
+        found.update({op % per_pass: slot for op in range(max(before + 1, at - per_pass + 1), at + 1)})
     return found
 
 

@@ -1,9 +1,10 @@
 """Replay requests against the bubbles of a training job, and compare admission policies.
 
 JOB is a job or a plan file; its training is simulated. TRACE is an Azure LLM inference CSV, a Mooncake JSON-lines file,
-or `synthetic`. With --waits, the windows are those of rollouts that wait for tools, not those of training, on the same
-number of accelerators. The load is a share of the tokens that the bubbles could prefill without gaps; the trace is
-compressed in time to reach it. All times are simulated except those of decisions, which are measured.
+or `synthetic`. With --waits, requests are replayed against the times in which rollouts wait for tools, instead of
+training's bubbles, on the same number of accelerators. The load is a share of the tokens that the bubbles could prefill
+without gaps; the trace is compressed in time to reach it. All times are simulated except those of decisions, which are
+measured.
 """
 
 from __future__ import annotations
@@ -43,7 +44,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", required=True, metavar="TRACE", help="a trace file, or `synthetic`")
     parser.add_argument("--schedule", metavar="NAME", help="training's schedule (default: the plan's, else atlas)")
     parser.add_argument(
-        "--policy", choices=POLICIES, action="append", help="admission policy; may be repeated (default: all)"
+        "--policy",
+        choices=POLICIES,
+        action="append",
+        help="admission: ours, the paper's, or dedicated: on accelerators that only prefill; may be repeated "
+        "(default: all)",
     )
     parser.add_argument(
         "--load",
@@ -91,7 +96,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     window_flags(parser)
     job_flags(parser)
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="TTFT over load or prompt length, as a page or .svg")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a chart of TTFT over load or prompt length (.html or .svg)"
+    )
 
 
 def window_flags(parser: argparse.ArgumentParser) -> None:
@@ -107,7 +114,7 @@ def window_flags(parser: argparse.ArgumentParser) -> None:
         type=positive,
         default=0.005,
         metavar="X",
-        help="most that prefill may slow training (default 0.005)",
+        help="largest slowdown of training by prefill, as a share (default 0.005)",
     )
     parser.add_argument(
         "--waits", type=Path, metavar="FILE", help="tool waits of rollouts, from `tvcache replay --waits`"
@@ -164,7 +171,7 @@ def _print_capacity(scene: Scene, trace: RequestTrace, args: argparse.Namespace,
     if args.json:
         sys.stdout.write(as_json({**scene.figures(), "trace": trace.name, **asdict(found)}))
         return 0
-    for name, one in (("promise", found.best), ("too much", found.worse)):
+    for name, one in (("within the limits", found.best), ("too much", found.worse)):
         if one is not None:
             goal = f" --goal {one.p50_limit_s!r} --late {args.late:g}" if args.late else ""
             show(

@@ -12,17 +12,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from atlas.evaluate import Result
-from atlas.ir.program import USEFUL, Ints
+from atlas.ir.program import Ints
 from atlas.ir.timeline import Timeline
 from atlas.sim import SeededNoise
 from atlas.sim.lower import Tables, noisy
 from atlas.sim.simulate import run, timeline
 from atlas.sim.weather import WeatherRuns
 from bubbletea.admit.records import Placement
-from bubbletea.windows.bubbles import Forecast, Pattern
+from bubbletea.windows.bubbles import Forecast, Pattern, gaps_of, span
 
 WARM_UP = 16
 """Periods in which windows are learnt before requests are placed."""
@@ -47,7 +46,11 @@ class Noise:
         self._program = program = result.single.program
         self._costs = result.costs
         self._draws = WeatherRuns(program, self._costs, seed)
-        self._before, self._behind, self._turned = borders(result.single)
+        within = span(result.single)
+        gaps = [gaps_of(result.single, worker, within) for worker in range(program.num_workers)]
+        self._before = np.concatenate([one.before for one in gaps])
+        self._behind = np.concatenate([one.behind for one in gaps])
+        self._turned = np.concatenate([one.turned for one in gaps])
 
     def period(self, k: int) -> tuple[Tables, Timeline]:
         """The `k`-th period's durations and Timeline."""
@@ -86,22 +89,6 @@ class Noise:
 
     def _played(self, tables: Tables) -> Timeline:
         return timeline(self._program, self._costs, tables, run(tables), {})
-
-
-def borders(single: Timeline) -> tuple[Ints, Ints, NDArray[np.bool_]]:
-    """By window of `pattern_of(single)`: the op before it, the op after it, whether that is in the next period."""
-    program, useful = single.program, np.isin(single.program.kind, np.array(USEFUL, np.int8))
-    before, behind, turned = [], [], []
-    for worker in range(program.num_workers):
-        own = np.arange(program.worker_ptr[worker], program.worker_ptr[worker + 1])
-        own = own[useful[own] & (single.op_end_ns[own] > single.op_start_ns[own])]
-        own = own[np.argsort(single.op_start_ns[own], kind="stable")]
-        after, last = np.roll(own, -1), np.arange(len(own)) == len(own) - 1
-        gap = single.op_start_ns[after] + np.where(last, single.makespan_ns, 0) > single.op_end_ns[own]
-        before.append(own[gap])
-        behind.append(after[gap])
-        turned.append(last[gap])
-    return np.concatenate(before), np.concatenate(behind), np.concatenate(turned)
 
 
 Planned = list[tuple[int, int, int]]

@@ -16,7 +16,7 @@ from atlas.cost.cluster_arrays import share_of_node
 from atlas.cost.memory import peak_memory
 from atlas.evaluate import Progress, Result, evaluate
 from atlas.ir.program import USEFUL
-from atlas.spec.job import Job, Model
+from atlas.spec.job import Job
 from atlas.spec.plan import load_job_or_plan
 from bubbletea.admit.aims import Aims
 from bubbletea.admit.lanes import build_lanes
@@ -44,7 +44,6 @@ class Scene:
     costs: dict[str, PrefillCosts]
     """By datacenter."""
     num_ranks: int
-    cells: int
     longest_op_ns: int
     """Of training's computing ops."""
     result: Result | None = None
@@ -102,46 +101,38 @@ def scene_of(
     *,
     schedule: str | None = None,
     changes: Sequence[str] = (),
-    model: Model = LLAMA_3_8B,
-    cells: int | None = 1,
+    cells: int = 1,
     steady: bool = True,
     progress: Progress | None = None,
 ) -> Scene:
-    """From a job or plan file, with `cells` DP-cells (None: all)."""
+    """From a job or plan file, with `cells` DP-cells: its last simulated iteration, or a single one if not `steady`."""
     job, plan = load_job_or_plan(path, changes)
     if plan is not None and schedule is None:
         schedule = plan.schedule.name
     found = evaluate(job, schedule or "atlas", tcp="many", iterations=ITERATIONS, progress=progress)
-    return scene_from(found, model=model, cells=cells, steady=steady)
-
-
-def scene_from(found: Result, *, model: Model = LLAMA_3_8B, cells: int | None = 1, steady: bool = True) -> Scene:
-    """From a simulated job: its last iteration, or a single one if not `steady`."""
-    job, timeline = found.case.job, found.timeline if steady else found.single
+    timeline, count = found.timeline if steady else found.single, min(cells, job.cells)
     per_rank = peak_memory(job, found.single.program, arrangement=found.case.arrangement)
     # The memory model counts the memory reserved for prefill as training's.
     room = np.array([worker.cap - need + worker.reserved for worker, need in per_rank], np.int64)
     pattern = pattern_of(timeline, np.tile(room, timeline.program.num_pipelines))
     useful = np.isin(timeline.program.kind, np.array(USEFUL, np.int8))
-    count = job.cells if cells is None else min(cells, job.cells)
     return Scene(
         name=job.name,
         schedule=found.schedule,
         pattern=pattern.replicated(count),
         residual=residual_of(timeline, job, found.case.arrangement).replicated(count),
-        costs={dc.name: _costs(job, dc.name, model) for dc in job.cluster.datacenters},
+        costs={dc.name: _costs(job, dc.name) for dc in job.cluster.datacenters},
         num_ranks=timeline.program.num_ranks,
-        cells=count,
         longest_op_ns=int((timeline.op_end_ns - timeline.op_start_ns)[useful].max()),
         result=found,
     )
 
 
-def _costs(job: Job, dc: str, model: Model) -> PrefillCosts:
+def _costs(job: Job, dc: str) -> PrefillCosts:
     place = job.cluster.dc(dc)
     return price_prefill(
         job.cluster.gpu(dc),
-        model,
+        LLAMA_3_8B,
         tp=job.tp,
         net_gbps=float(share_of_node(job.tp, place.gpus_per_node, job.cluster.node_gbps(place))),
         net_latency_us=place.net_latency_us,

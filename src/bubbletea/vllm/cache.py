@@ -10,27 +10,20 @@ Shape letters: L tokens, K heads of keys and values of this rank, E head width.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class Share:
-    """The heads of a tensor-parallel rank: a part of them or, with more ranks than heads, a copy of one."""
-
-    rank: int = 0
-    num_ranks: int = 1
-
-    def heads(self, num_heads: int) -> tuple[int, int]:
-        """The first, and the one after the last."""
-        if num_heads >= self.num_ranks:
-            each = num_heads // self.num_ranks
-            return self.rank * each, (self.rank + 1) * each
-        only = self.rank * num_heads // self.num_ranks
-        return only, only + 1
+def heads_of_rank(rank: int, num_ranks: int, num_heads: int) -> tuple[int, int]:
+    """The heads of a tensor-parallel rank, the first and the one after the last: a part of them or, with more ranks
+    than heads, a copy of one."""
+    if num_heads >= num_ranks:
+        each = num_heads // num_ranks
+        return rank * each, (rank + 1) * each
+    only = rank * num_heads // num_ranks
+    return only, only + 1
 
 
 class PagedCache:

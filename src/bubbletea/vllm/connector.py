@@ -17,7 +17,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from bubbletea.model_identity import model_id
-from bubbletea.vllm.cache import PagedCache, Share
+from bubbletea.vllm.cache import PagedCache, heads_of_rank
 from bubbletea.vllm.fetching import WantedTokens, fetch
 from bubbletea.vllm.loader import KvLoad, Loader, LoadOutcome
 from bubbletea.vllm.metrics import ConnectorMetrics, Counts
@@ -99,11 +99,11 @@ class BubbleTeaConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
         model = self._vllm_config.model_config
         layers = self._vllm_config.compilation_config.static_forward_context
-        share = Share(get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size())
+        rank, num_ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         cache = PagedCache({name: layers[name] for name in kv_caches}, self._block_tokens)
         wanted = WantedTokens(
             layers=tuple(cache.layers),
-            heads=share.heads(model.get_total_num_kv_heads()),
+            heads=heads_of_rank(rank, num_ranks, model.get_total_num_kv_heads()),
             head_width=model.get_head_size(),
             dtype=model.dtype,
             block_tokens=self._block_tokens,

@@ -6,13 +6,13 @@ request; not the cache, not vLLM's classes.
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from atlas.addresses import is_loopback
 from atlas.errors import AtlasError, WorkerError
 from bubbletea.handoff.fetch import Caller, Fetcher
 from bubbletea.handoff.remote_parts import Ticket
@@ -40,7 +40,7 @@ class EngineLayout:
             return None
         require_genuine(params, self.caller.token)
         for host in (ticket.host, *(part.host for part in ticket.parts)):
-            if host not in self.peers and not _is_loopback(host):
+            if host not in self.peers and not is_loopback(host):
                 raise WorkerError(f"a hand-off from {host}, which is not among the connector's peers: name it there")
         if ticket.model != self.model:
             raise WorkerError(
@@ -137,10 +137,3 @@ def _say_released(ticket: Ticket, caller: Caller) -> None:
             fetcher.release(ticket)
     except (AtlasError, OSError) as error:
         log.debug("BubbleTea: hand-off %s could not be released and will expire: %s", ticket.id, error)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

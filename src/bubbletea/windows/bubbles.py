@@ -6,8 +6,7 @@ A Pattern follows from the schedule. A Forecast is the Pattern for every cell, c
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -23,13 +22,6 @@ SWITCH_NS = 100_000
 """Subtracted from every window: from the end of an op to the first kernel of a slice, and back."""
 MAX_RISK = 0.25
 """Largest risk: at least three of four windows are as long as forecast."""
-
-
-class BubbleWindow(NamedTuple):
-    """A span in which a worker's accelerator is expected to be free; margins are subtracted."""
-
-    start_ns: int
-    end_ns: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,6 +102,40 @@ class Pattern:
         )
 
 
+class WorkerGaps(NamedTuple):
+    """The windows of one worker in the last period of a Timeline, and the ops around them."""
+
+    phase_ns: int
+    start_ns: Ints
+    end_ns: Ints
+    before: Ints
+    """The op that ends where each window starts."""
+    behind: Ints
+    """The op that starts where it ends."""
+    turned: NDArray[np.bool_]
+    """Whether that is in the next period."""
+
+
+def gaps_of(timeline: Timeline, worker: int, within: tuple[int, int]) -> WorkerGaps:
+    """Gaps between the ops of one worker `within` the last period (`span`), counted from the start of the first; the
+    last gap ends at the next period's first op. Without ops there is one gap, around no op."""
+    program, (low_ns, high_ns) = timeline.program, within
+    ops = np.arange(program.worker_ptr[worker], program.worker_ptr[worker + 1])
+    begin, end = timeline.op_start_ns[ops], timeline.op_end_ns[ops]
+    useful = np.isin(program.kind[ops], np.array(USEFUL, np.int8))
+    inside = useful & (end > low_ns) & (begin < high_ns) & (end > begin)
+    none, period = np.zeros(0, np.int64), high_ns - low_ns
+    if not inside.any():
+        return WorkerGaps(0, np.zeros(1, np.int64), np.array([period], np.int64), none, none, np.zeros(0, np.bool_))
+    begin, end, ops = np.clip(begin[inside], low_ns, high_ns), np.clip(end[inside], low_ns, high_ns), ops[inside]
+    order = np.argsort(begin, kind="stable")
+    begin, reached, ops = begin[order], np.maximum.accumulate(end[order]), ops[order]
+    after = np.append(begin[1:], begin[0] + period)
+    open_, turned = after > reached, np.arange(len(ops)) == len(ops) - 1
+    spans = ((reached - begin[0])[open_], (after - begin[0])[open_])
+    return WorkerGaps(int(begin[0] - low_ns), *spans, ops[open_], np.roll(ops, -1)[open_], turned[open_])
+
+
 def pattern_of(timeline: Timeline, memory_bytes: Ints | None = None) -> Pattern:
     """The idle spans of each worker's accelerator in the last period of a Timeline.
 
@@ -119,26 +145,14 @@ def pattern_of(timeline: Timeline, memory_bytes: Ints | None = None) -> Pattern:
     if not program.num_ops:
         raise AtlasError("a timeline without ops has no period: simulate or run at least one iteration")
     low_ns, high_ns = span(timeline)
-    useful = np.isin(program.kind, np.array(USEFUL, np.int8))
-    phases, ptr, starts, ends = [], [0], [], []
-    for worker in range(program.num_workers):
-        ops = np.arange(program.worker_ptr[worker], program.worker_ptr[worker + 1])[
-            useful[program.worker_ptr[worker] : program.worker_ptr[worker + 1]]
-        ]
-        begin, end = timeline.op_start_ns[ops], timeline.op_end_ns[ops]
-        inside = (end > low_ns) & (begin < high_ns) & (end > begin)
-        found = _gaps(np.clip(begin[inside], low_ns, high_ns), np.clip(end[inside], low_ns, high_ns), low_ns, high_ns)
-        phases.append(found.phase_ns)
-        starts.append(found.start_ns)
-        ends.append(found.end_ns)
-        ptr.append(ptr[-1] + len(found.start_ns))
+    found = [gaps_of(timeline, worker, (low_ns, high_ns)) for worker in range(program.num_workers)]
     room = np.full(program.num_workers, 2**62, np.int64) if memory_bytes is None else memory_bytes
     return Pattern(
         period_ns=high_ns - low_ns,
-        phase_ns=np.array(phases, np.int64),
-        ptr=np.array(ptr, np.int64),
-        start_ns=np.concatenate(starts),
-        end_ns=np.concatenate(ends),
+        phase_ns=np.array([gaps.phase_ns for gaps in found], np.int64),
+        ptr=np.cumsum([0, *(len(gaps.start_ns) for gaps in found)], dtype=np.int64),
+        start_ns=np.concatenate([gaps.start_ns for gaps in found]),
+        end_ns=np.concatenate([gaps.end_ns for gaps in found]),
         worker_dc=tuple(program.worker_dc(w) for w in range(program.num_workers)),
         memory_bytes=np.asarray(room, np.int64),
     )
@@ -173,25 +187,6 @@ def span(timeline: Timeline) -> tuple[int, int]:
     if timeline.program.num_iterations == 1:
         return low, high
     return high - timeline.iteration_ns, high
-
-
-class _Gaps(NamedTuple):
-    phase_ns: int
-    start_ns: Ints
-    end_ns: Ints
-
-
-def _gaps(begin: Ints, end: Ints, low_ns: int, high_ns: int) -> _Gaps:
-    """Gaps between the ops of one worker, counted from the start of the first; the last gap ends at the next period's
-    first op."""
-    period = high_ns - low_ns
-    if not len(begin):
-        return _Gaps(0, np.zeros(1, np.int64), np.array([period], np.int64))
-    order = np.argsort(begin, kind="stable")
-    begin, reached = begin[order], np.maximum.accumulate(end[order])
-    after = np.append(begin[1:], begin[0] + period)
-    open_ = after > reached
-    return _Gaps(int(begin[0] - low_ns), (reached - begin[0])[open_], (after - begin[0])[open_])
 
 
 class Forecast:
@@ -252,14 +247,3 @@ class Forecast:
         self.pattern, self.anchor_ns, self.period_ns = pattern, anchor_ns, pattern.period_ns
         self.learner = Learner(len(pattern.start_ns))
         self.version += 1
-
-    def ahead(self, worker: int, now_ns: int, until_ns: int) -> Iterator[BubbleWindow]:
-        """A worker's windows that end after `now_ns` and start before `until_ns`, in order."""
-        start, end = self.spans()
-        own = slice(int(self.pattern.ptr[worker]), int(self.pattern.ptr[worker + 1]))
-        origin = self.anchor_ns + int(self.pattern.phase_ns[worker])
-        for k in range(math.floor((now_ns - origin) / self.period_ns), math.ceil((until_ns - origin) / self.period_ns)):
-            for a, b in zip(start[own].tolist(), end[own].tolist(), strict=True):
-                window = BubbleWindow(origin + k * self.period_ns + a, origin + k * self.period_ns + b)
-                if a < b and window.end_ns > now_ns and window.start_ns < until_ns:
-                    yield window

@@ -56,8 +56,7 @@ def tool(
                 return function(*args, **kwargs)
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
-            if rollout.cache.tool(declared.name).version != declared.version or not rollout.cache.knows(declared.name):
-                rollout.cache.declare(declared)
+            rollout.cache.declare_once(declared)
             return cast(R, rollout.call(declared.name, [list(bound.args), dict(bound.kwargs)]))
 
         return called

@@ -124,7 +124,7 @@ def cached(
                 return await self._really(self._created().get(instance_id, {}), parameters, kwargs)
             session = shared.of(agent_data, (task or task_of)(agent_data))
             async with session.turn:
-                shared.cache.declare(self._declared(shared.cache))
+                shared.cache.declare_once(Tool(self.name, effect, version, accept=accept, changes_state=changes_state))
                 session.tools[self.name] = _runner(self, self._created().get(instance_id, {}), agent_data, kwargs)
                 found = await session.loop.run_in_executor(shared.pool, session.rollout.call, self.name, parameters)
             return found if isinstance(found, tuple) else _unpacked(found, response_class)
@@ -138,12 +138,6 @@ def cached(
                 return await super().execute(instance_id, parameters, **kwargs)
             finally:
                 await super().release(instance_id)
-
-        def _declared(self, cache: Cache) -> Tool:
-            known = cache.tool(self.name)
-            if cache.knows(self.name) and known.version == version:
-                return known  # the audit may have changed it
-            return Tool(self.name, effect, version, accept=accept, changes_state=changes_state)
 
         def _created(self) -> dict[str, dict[str, Any]]:
             return self.__dict__.setdefault("_tvcache_created", {})  # type: ignore[no-any-return]

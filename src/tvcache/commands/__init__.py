@@ -17,9 +17,14 @@ DEFAULT_URL = "http://127.0.0.1:8765"
 
 def connection_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--token-file", type=Path, metavar="FILE", help=f"a file with the token (default: ${TOKEN_VARIABLE})")
-    add("--ca", type=Path, metavar="PEM", help="CA that signed the certificates of the others")
-    add("--cert", type=Path, metavar="PEM", help="certificate of this side")
+    add(
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        help=f"a file with the token (default: the value of ${TOKEN_VARIABLE})",
+    )
+    add("--ca", type=Path, metavar="PEM", help="CA that signed the certificates of the other hosts")
+    add("--cert", type=Path, metavar="PEM", help="certificate of this host")
     add("--key", type=Path, metavar="PEM", help="private key of --cert")
 
 

@@ -26,14 +26,20 @@ MAX_S = 1e6
 
 def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("trajectories", type=Path, metavar="TRAJECTORIES")
+    add("trajectories", type=Path, metavar="TRAJECTORIES", help="file of recorded trajectories")
     add("--mutates", type=_names, metavar="A,B", help="tools that change the state; others only read")
     add("--reads", type=_names, metavar="A,B", help="tools that only read; others change the state")
     add("--volatile", type=_names, default=frozenset(), metavar="A,B", help="tools whose outputs are never cached")
     add("--seconds", type=_range, metavar="LOW..HIGH", help="assumed seconds of each call, for example 2..20")
     add("--json", action="store_true", help="print the figures as JSON")
     add("--waits", type=Path, metavar="FILE", help="write idle windows for `bubbletea simulate --waits`")
-    add("--think", type=number(0, MAX_S), default=5.0, metavar="S", help="generation before each call (default 5 s)")
+    add(
+        "--think",
+        type=number(0, MAX_S),
+        default=5.0,
+        metavar="S",
+        help="seconds of generation before each call (default 5)",
+    )
     add("--at-once", type=_count, default=1, metavar="N", help="rollouts that share an accelerator (default 1)")
 
 
@@ -118,10 +124,11 @@ def _figures(
 def _print(found: dict[str, Any]) -> None:
     print(f"{found['source']}: {found['rollouts']:,} rollouts, {found['tasks']:,} task(s), {found['calls']:,} calls\n")
     timed = "tool_seconds" in found
-    print(f"{'key':<16}{'hits':>7}{'hit rate':>10}{'wrong outputs':>15}" + ("    tool time saved" if timed else ""))
+    head = f"{'cache key':<16}{'hits':>7}{'hit rate':>10}{'wrong outputs':>15}"
+    print(head + ("    tool time saved" if timed else ""))
     for row in found["keys"]:
         saved = f"{duration(row['saved_s']):>12} {100 * row['saved_share']:4.0f} %" if timed else ""
-        blame = "  " + ", ".join(f"{name} {count}" for name, count in row["wrong_tools"].items())
+        blame = "  wrong: " + ", ".join(f"{name} {count}" for name, count in row["wrong_tools"].items())
         print(
             f"{row['key']:<16}{row['hits']:>7,}{100 * row['hit_rate']:>8.1f} %{row['wrong']:>15,}{saved}"
             f"{blame if row['wrong'] else ''}"

@@ -3,7 +3,7 @@
 It listens on this machine only, unless --host is given; then every request needs a token (--token-file or
 $TVCACHE_TOKEN), and --cert and --key enable HTTPS. Values are written to the log before they are acknowledged, so a
 restarted server has them all. With --peer it also adopts the values of other sites, in the background.
-http://127.0.0.1:8765/ shows the tree, /metrics the Prometheus metrics.
+http://127.0.0.1:8765/ shows the tree of calls, /metrics the Prometheus metrics.
 """
 
 from __future__ import annotations
@@ -38,7 +38,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="file that keeps the values (default ./tvcache.log)",
     )
     add("--fsync", action="store_true", help="values also survive a power failure (slower stores)")
-    add("--lease", type=number(1, 3600), default=10.0, metavar="S", help="lifetime of a lease, seconds (default 10)")
+    add(
+        "--lease",
+        type=number(1, 3600),
+        default=10.0,
+        metavar="S",
+        help="if the client that runs a call dies, others wait this many seconds (default 10)",
+    )
     add("--peer", action="append", default=[], metavar="URL", help="another site; may be repeated")
     connection_flags(parser)
 
@@ -102,14 +108,9 @@ def _tls(certificates: Certificates) -> dict[str, Any]:
 
 def _listener(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    made = socket.socket(family, socket.SOCK_STREAM)
     try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind((host, port))
-        made.listen(1024)
+        return socket.create_server((host, port), family=family, backlog=1024)
     except OSError as error:
-        made.close()
         raise TvcacheError(
             f"cannot listen on {host}:{port}: {error.strerror or error}. Choose another --port"
         ) from None
-    return made

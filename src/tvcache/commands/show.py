@@ -1,4 +1,4 @@
-"""Write a page with the tree of every task, hits and seconds saved.
+"""Write a page with the tree of calls of every task, hits and seconds saved.
 
 SOURCE is a server's address, or a log file. Open the page in a browser.
 """
@@ -63,8 +63,12 @@ def _summary(args: argparse.Namespace) -> dict[str, Any]:
     try:
         status, _, data = endpoint.request("GET", "/v1/summary", None, 120.0)
         found: dict[str, Any] = json.loads(data)
-    except (OSError, http.client.HTTPException, ValueError) as error:
+    except (OSError, http.client.HTTPException) as error:
         raise TvcacheError(f"no server at {args.source} ({error}). Start one: tvcache serve") from None
+    except ValueError:
+        raise TvcacheError(
+            f"{args.source} is not a server of tvcache: it did not answer JSON. Check the address"
+        ) from None
     if status != 200:
         raise TvcacheError(f"{args.source} answered {status}: {found.get('error', '')}")
     return found

@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from admission_scenes import COSTS, MODEL, MS, patterns, requests, state_of
+from forecast_windows import ahead
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -47,7 +48,7 @@ def snapshot(state: State) -> object:
 def fits(state: State, piece: PrefillSlice) -> bool:
     return any(
         w.start_ns <= piece.start_ns and piece.end_ns <= w.end_ns
-        for w in state.forecast.ahead(piece.worker, piece.start_ns, piece.end_ns)
+        for w in ahead(state.forecast, piece.worker, piece.start_ns, piece.end_ns)
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from forecast_windows import ahead
 from prefill_samples import LLAMA, Collector, make_stages, step
 
 from bubbletea.admit.decide import admit
@@ -44,7 +45,7 @@ def test_a_worker_cuts_layers_as_admission_does(length: int, chunk: int) -> None
     collector = Collector(served, length)
     engine = make_stages(served, (LLAMA.num_layers,), collector)[0]
     engine.offer(PrefillTask(1, 0, length, 0, plan.ends, 0, 0), [1] * length)
-    for window in forecast.ahead(0, 0, 4 * forecast.period_ns):
+    for window in ahead(forecast, 0, 0, 4 * forecast.period_ns):
         now_ns = window.start_ns
         while step(engine, lambda piece: now_ns + took_ns(piece) <= window.end_ns):  # noqa: B023
             layer, first, last = collector.spans[-1]

@@ -15,7 +15,7 @@ import httpx2 as httpx
 import openai
 import pytest
 from prefill_samples import greedy_alone, whole
-from serving import TINY, Serving, serving
+from serving import PATIENCE_S, TINY, Serving, post_patiently, serving
 
 from atlas.errors import WorkerError
 from bubbletea.admit.aims import Aims
@@ -28,8 +28,8 @@ from bubbletea.serve.metrics import ServiceMetrics
 
 KEYS = {"red": "red-key", "blue": "blue-key"}
 ASK = {"model": "tiny", "prompt": "Tell me", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
-STARVED_S = 10.0
-"""Room for pieces that take longer than the last ones did, on a host that others use."""
+IN_TIME_S = 2.0
+"""A request that comes back at most this much later than it was told to is admitted (`admission.GRACE_NS`)."""
 
 
 @pytest.fixture(scope="module")
@@ -44,11 +44,12 @@ def post(
 ) -> httpx.Response:
     options = {"json": body} if not isinstance(body, bytes) else {"content": body}
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json", **more}
-    return httpx.post(service.url + path, headers=headers, timeout=60, **options)
+    return post_patiently(service.url + path, headers=headers, **options)
 
 
-def within(seconds: float, holds: Callable[[], bool]) -> bool:
-    until = time.monotonic() + seconds
+def within(holds: Callable[[], bool]) -> bool:
+    """Whether it becomes true."""
+    until = time.monotonic() + PATIENCE_S
     while not holds() and time.monotonic() < until:
         time.sleep(0.01)
     return holds()
@@ -129,8 +130,8 @@ def test_a_prefix_is_found_again_by_its_tenant_only(service: Serving, monkeypatc
 
 def test_models_health_and_metrics(service: Serving) -> None:
     assert client(service).models.list().data[0].id == "tiny"
-    assert httpx.get(f"{service.url}/health").json()["status"] == "ok"
-    text = httpx.get(f"{service.url}/metrics").text
+    assert httpx.get(f"{service.url}/health", timeout=60).json()["status"] == "ok"
+    text = httpx.get(f"{service.url}/metrics", timeout=60).text
     for name in (
         "vllm:time_to_first_token_seconds_bucket",
         "vllm:request_prefill_time_seconds_sum",
@@ -152,7 +153,7 @@ def test_counters_exist_before_their_first_event(service: Serving) -> None:
     for name in ("vllm:generation_tokens_total", "bubbletea:requests_handed_back_total", "bubbletea:fill_ratio"):
         assert f'{name}{{model_name="m"}} 0.0' in text
     assert 'vllm:time_to_first_token_seconds_count{model_name="m"} 0.0' in text
-    served = httpx.get(f"{service.url}/metrics").text
+    served = httpx.get(f"{service.url}/metrics", timeout=60).text
     for worker in ("w0", "w1"):
         assert f'bubbletea:slices_late_total{{model_name="tiny",worker="{worker}"}}' in served
 
@@ -160,7 +161,7 @@ def test_counters_exist_before_their_first_event(service: Serving) -> None:
 def test_no_response_repeats_the_host_header(service: Serving) -> None:
     for path in ("/v1/models/", "/v1/completions/", "/health/", "/nowhere"):
         headers = {"Host": "elsewhere.example", "Authorization": "Bearer red-key"}
-        response = httpx.get(service.url + path, headers=headers, follow_redirects=False)
+        response = httpx.get(service.url + path, headers=headers, follow_redirects=False, timeout=60)
         assert response.status_code == 404
         assert is_openai_error(response)
         assert "elsewhere.example" not in response.text + str(response.headers)
@@ -170,7 +171,7 @@ def release(service: Serving, ticket: Ticket | None) -> None:
     assert ticket is not None
     with Fetcher(ticket.host, ticket.port, Caller(service.parts.token)) as fetcher:
         fetcher.release(ticket)
-    assert within(10.0, lambda: service.parts.dispatcher.store.find(ticket.id) is None)
+    assert within(lambda: service.parts.dispatcher.store.find(ticket.id) is None)
 
 
 # ---- hand-off ----------------------------------------------------------------------------------------------------
@@ -195,7 +196,7 @@ def test_a_prefill_only_response_has_the_address_of_keys_and_values(service: Ser
             except WorkerError as error:
                 return "nothing under this ticket" in str(error)
 
-    assert within(10.0, lambda: all(map(is_gone, ticket.parts))), "the release passes through the service"
+    assert within(lambda: all(map(is_gone, ticket.parts))), "the release passes through the service"
 
 
 def test_keys_and_values_of_a_hand_off_do_not_pass_through_the_service(service: Serving) -> None:
@@ -234,7 +235,7 @@ def test_a_prefix_that_is_slow_to_move_is_computed_again(service: Serving, monke
 
     monkeypatch.setattr(times, "_ns_per_token", 0.0)
     assert [cached(), cached()] == [0, 1024]
-    assert within(10.0, lambda: times._ns_per_token > 0), "the workers have reported how long it took"
+    assert within(lambda: times._ns_per_token > 0), "the workers have reported how long it took"
     monkeypatch.setattr(times, "_ns_per_token", 1e12)
     assert cached() == 0
 
@@ -283,7 +284,10 @@ def test_an_oversized_body_is_not_read(service: Serving) -> None:
 
 def test_other_content_paths_and_methods(service: Serving) -> None:
     assert post(service, b"prompt=1", **{"Content-Type": "text/plain"}).status_code == 415
-    for response in (httpx.get(f"{service.url}/v1/completions"), httpx.get(f"{service.url}/nowhere")):
+    for response in (
+        httpx.get(f"{service.url}/v1/completions", timeout=60),
+        httpx.get(f"{service.url}/nowhere", timeout=60),
+    ):
         assert response.status_code in (404, 405)
         assert is_openai_error(response)
 
@@ -291,24 +295,22 @@ def test_other_content_paths_and_methods(service: Serving) -> None:
 @pytest.mark.parametrize("header", [None, "Bearer", "Bearer nope", "Basic red-key", "red-key", "Bearer red-key2"])
 def test_requests_without_a_valid_key_are_refused(service: Serving, header: str | None) -> None:
     headers = {} if header is None else {"Authorization": header}
-    response = httpx.post(f"{service.url}/v1/completions", json=ASK, headers=headers)
+    response = httpx.post(f"{service.url}/v1/completions", json=ASK, headers=headers, timeout=60)
     assert response.status_code == 401
     assert is_openai_error(response)
-    assert httpx.get(f"{service.url}/v1/models", headers=headers).status_code == 401
+    assert httpx.get(f"{service.url}/v1/models", headers=headers, timeout=60).status_code == 401
 
 
 def test_slow_headers_close_the_connection(service: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_module, "HEADERS_S", 0.3)
-    with socket.create_connection(("127.0.0.1", service.server.port), timeout=10) as sock:
+    with socket.create_connection(("127.0.0.1", service.server.port), timeout=60) as sock:
         sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nX-Slow: ")
-        began = time.monotonic()
-        assert sock.recv(100) == b""
-        assert time.monotonic() - began < 5
+        assert sock.recv(100) == b"", "long before this side would"
 
 
 def test_a_slow_body_gets_408(service: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bubbletea.serve.api.BODY_S", 0.3)
-    with socket.create_connection(("127.0.0.1", service.server.port), timeout=10) as sock:
+    with socket.create_connection(("127.0.0.1", service.server.port), timeout=60) as sock:
         sock.sendall(
             b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer red-key\r\n"
             b"Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
@@ -340,8 +342,22 @@ def test_a_refusal_says_when_it_would_fit(service: Serving) -> None:
     retry_s = int(refused.headers["retry-after-ms"]) / 1e3
     assert 0 < retry_s < 30
     assert int(refused.headers["Retry-After"]) >= retry_s
-    answer = post(service, ASK | {"prompt": "x" * 8000, "deadline_s": retry_s + STARVED_S})
-    assert answer.status_code == 200
+
+
+def test_a_refused_request_that_comes_back_in_time_is_admitted(service: Serving) -> None:
+    hurried = ASK | {"prompt": "x" * 7000, "deadline_s": 0.0001}
+    end = time.monotonic() + PATIENCE_S
+    while time.monotonic() < end:
+        refused = post(service, hurried)
+        assert refused.status_code == 429
+        told_s, retry_s = time.monotonic(), int(refused.headers["retry-after-ms"]) / 1e3
+        time.sleep(retry_s)
+        again, took_s = post(service, hurried), time.monotonic() - told_s
+        if again.status_code == 200:
+            return
+        assert again.status_code == 429
+        assert took_s > retry_s + IN_TIME_S, "it was in time, also if this host was busy"
+    pytest.fail("this host was too busy to come back in time")
 
 
 def test_postponed_requests_are_answered_late(service: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -392,7 +408,7 @@ def test_a_tenant_cannot_use_the_memory_reserved_for_another(service: Serving) -
 
 
 def wait_until_idle(service: Serving) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE_S
     while service.parts.service.num_active or service.parts.dispatcher.store.used_bytes:
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -411,13 +427,12 @@ def test_a_request_ends_when_its_client_disconnects(service: Serving) -> None:
 
 def gauge(service: Serving, name: str, value: float) -> bool:
     """Whether it becomes that."""
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        text = httpx.get(f"{service.url}/metrics").text
-        if any(line.startswith(name) and float(line.split()[-1]) == value for line in text.splitlines()):
-            return True
-        time.sleep(0.02)
-    return False
+
+    def is_it() -> bool:
+        text = httpx.get(f"{service.url}/metrics", timeout=60).text
+        return any(line.startswith(name) and float(line.split()[-1]) == value for line in text.splitlines())
+
+    return within(is_it)
 
 
 def test_offline_requests_are_answered_too(service: Serving) -> None:

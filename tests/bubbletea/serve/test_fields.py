@@ -15,7 +15,7 @@ import httpx2 as httpx
 import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
-from serving import Serving, serving
+from serving import Serving, post_patiently, serving
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 OPENAI = {
@@ -204,7 +204,7 @@ def service() -> Iterator[Serving]:
 
 def post(service: Serving, endpoint: str, body: dict[str, Any]) -> httpx.Response:
     wanted = {name: value for name, value in body.items() if name not in {"prompt", "messages"} - ASK[endpoint].keys()}
-    return httpx.post(service.url + PATHS[endpoint], json=ASK[endpoint] | wanted, timeout=60)
+    return post_patiently(service.url + PATHS[endpoint], json=ASK[endpoint] | wanted)
 
 
 def seen(response: httpx.Response, log: pytest.LogCaptureFixture) -> Any:

@@ -9,20 +9,26 @@ import signal
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 from prefill_samples import greedy_alone, whole
-from serving import TINY, serving
+from serving import PATIENCE_S, TINY, serving
 
 from bubbletea.bench import BenchLoad, bench
 
+RETRIES = 1000
+"""No limit: how often a host refuses depends on what else it does."""
 
-async def ask_many(url: str, num_requests: int, num_clients: int, found: Counter[str], *, retries: int = 40) -> None:
-    """With OpenAI's own client; `found` is what became of each, an answer that is not the model's counted apart. A busy
-    host refuses some at first (429): the client tries again."""
+
+async def ask_many(
+    url: str, num_requests: int, num_clients: int, found: Callable[[], Counter[str]], *, retries: int = RETRIES
+) -> None:
+    """With OpenAI's own client; what became of each is counted, an answer that is not the model's apart. `found` is
+    called before each. A busy host refuses some at first (429): the client tries again when it was told to."""
     decoder = whole(TINY.served)
     prompts = [[(i * 7 + n) % 256 for i in range(1 + (n * 37) % 200)] for n in range(40)]
     expected = [greedy_alone(decoder, prompt, 4) for prompt in prompts]
@@ -31,17 +37,18 @@ async def ask_many(url: str, num_requests: int, num_clients: int, found: Counter
     async def client(api: openai.AsyncOpenAI) -> None:
         for number in numbers:
             prompt = prompts[number % len(prompts)]
+            counted = found()
             ask: Any = {"model": "tiny", "prompt": prompt, "max_tokens": 4, "temperature": 0}
             try:
                 answer = await api.completions.create(**ask, extra_body={"ignore_eos": True})
             except openai.APIStatusError as error:
-                found[str(error.status_code)] += 1
+                counted[str(error.status_code)] += 1
                 continue
             except openai.APIConnectionError:
-                found["connection"] += 1
+                counted["connection"] += 1
                 continue
             text = bytes(expected[number % len(prompts)]).decode(errors="replace")
-            found["right" if answer.choices[0].text == text else "wrong"] += 1
+            counted["right" if answer.choices[0].text == text else "wrong"] += 1
 
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=retries, timeout=120) as api:
         await asyncio.gather(*(client(api) for _ in range(num_clients)))
@@ -64,8 +71,8 @@ def check(num_requests: int, num_clients: int) -> None:
 
         killer = threading.Thread(target=kill_a_worker, daemon=True)
         killer.start()
-        asyncio.run(ask_many(service.url, num_requests, num_clients, found))
-        killer.join(10)
+        asyncio.run(ask_many(service.url, num_requests, num_clients, lambda: found))
+        killer.join(60)
         assert killed
         assert found == {"right": num_requests}
         service.wait_for_lanes(2)  # the dead one was started again
@@ -94,15 +101,22 @@ def test_memory_stays_flat() -> None:
 
 
 def test_a_drain_finishes_admitted_requests_and_refuses_new_ones() -> None:
-    with serving(num_workers=2, drain_s=30) as service:
-        found = Counter[str]()
+    before, after = Counter[str](), Counter[str]()
+    with serving(num_workers=2, drain_s=120) as service:
+        dispatcher, server = service.parts.dispatcher, service.server
+
+        def found() -> Counter[str]:
+            return after if server.service.draining else before
+
         loader = threading.Thread(target=lambda: asyncio.run(ask_many(service.url, 300, 12, found, retries=0)))
         loader.start()
-        while service.parts.service.num_active < 4:
-            time.sleep(0.01)
-        service.server.drain()
-        loader.join(60)
+        while (num_admitted := len(dispatcher._runs)) < 4:
+            assert loader.is_alive(), before
+            time.sleep(0.001)
+        server.drain()
+        loader.join(PATIENCE_S)
         assert not loader.is_alive()
-    assert set(found) <= {"right", "429", "503", "connection"}, found  # 429: a busy host, before the drain
-    assert found["right"] >= 4
-    assert found.total() == 300
+    assert set(after) <= {"503", "connection"}, after
+    assert set(before) <= {"right", "429", "503", "connection"}, before  # 429: a busy host
+    assert before["right"] >= num_admitted
+    assert before.total() + after.total() == 300

@@ -97,8 +97,10 @@ def test_prefill_in_the_waits_changes_no_loss(device: str) -> None:
     def is_back() -> bool:
         """The first time, kills a process that prefills for a paced worker; then, whether it was started again and
         another request was answered since."""
-        if device != "paced" or not is_enough():
-            return is_enough()
+        if not is_enough():
+            return False
+        if device != "paced":
+            return True
         member = parts.connections.members.get(0)
         if member is None or not member.ready:
             return False
@@ -145,6 +147,8 @@ def test_prefill_in_the_waits_changes_no_loss(device: str) -> None:
     plain = emulate(PROGRAM, smoke_program()[1], stand_in(), EmulationSettings(len(filled), device=device))
     assert filled == plain.losses
     assert is_enough(), f"after {len(filled)} steps: {len(texts)} answers, prefill on {used()}"
-    assert device != "paced" or (len(pids) == 2 and len(texts) > max(pids.values())), "a lane was not back"
+    assert device != "paced" or (len(pids) == 2 and len(texts) > max(pids.values())), (
+        f"after {len(filled)} steps and {len(texts)} answers, a lane was not back: {pids}"
+    )
     expected = parts.service.text.decode(greedy_alone(whole(TINY.served), list(range(100)), 4))
     assert set(texts) == {expected}

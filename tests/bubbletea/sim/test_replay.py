@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from forecast_windows import ahead
 
 from atlas.errors import AtlasError
 from bubbletea.admit.aims import Aims
@@ -70,7 +71,7 @@ def test_the_papers_rule_keeps_each_stage_in_one_bubble(scene: Scene) -> None:
         for piece in placement.slices:
             assert any(
                 w.start_ns <= piece.start_ns and piece.end_ns <= w.end_ns
-                for w in Forecast(scene.pattern).ahead(piece.worker, piece.start_ns, piece.end_ns)
+                for w in ahead(Forecast(scene.pattern), piece.worker, piece.start_ns, piece.end_ns)
             )
 
 

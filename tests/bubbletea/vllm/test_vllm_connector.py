@@ -27,7 +27,7 @@ from atlas.errors import WorkerError
 from bubbletea.handoff.remote_parts import RemotePart, Ticket
 from bubbletea.handoff.signature import require_genuine, require_prompt, seal
 from bubbletea.model_identity import model_id
-from bubbletea.vllm.cache import PagedCache, Share, layer_index
+from bubbletea.vllm.cache import PagedCache, heads_of_rank, layer_index
 from bubbletea.vllm.fetching import WantedTokens, fetch
 from bubbletea.vllm.loader import KvLoad, KvSpan, Loader, LoadOutcome
 from bubbletea.vllm.orders import EngineLayout, Orders
@@ -229,8 +229,7 @@ def run(loader: Loader, load: KvLoad) -> LoadOutcome:
 @pytest.mark.parametrize(("rank", "num_ranks"), [(0, 1), (0, 2), (1, 2), (3, 4)])
 def test_each_rank_gets_its_heads_of_the_requested_blocks(prefiller: Prefiller, rank: int, num_ranks: int) -> None:
     params = prefiller.prefill(PROMPT, f"rank {rank} of {num_ranks}")
-    share = Share(rank, num_ranks)
-    first, stop = share.heads(TINY.num_kv_heads)
+    first, stop = heads_of_rank(rank, num_ranks, TINY.num_kv_heads)
     layers, wanted = fake_layers(stop - first), replace(WANTED, heads=(first, stop))
     load = load_of(params)
     loader = Loader(PagedCache(layers, SIZE), lambda load: fetch(load, wanted, CALLER, 10.0))
@@ -244,8 +243,8 @@ def test_each_rank_gets_its_heads_of_the_requested_blocks(prefiller: Prefiller, 
 
 
 def test_every_head_belongs_to_a_rank() -> None:
-    assert [Share(r, 4).heads(8) for r in range(4)] == [(0, 2), (2, 4), (4, 6), (6, 8)]
-    assert [Share(r, 4).heads(2) for r in range(4)] == [(0, 1), (0, 1), (1, 2), (1, 2)]
+    assert [heads_of_rank(r, 4, 8) for r in range(4)] == [(0, 2), (2, 4), (4, 6), (6, 8)]
+    assert [heads_of_rank(r, 4, 2) for r in range(4)] == [(0, 1), (0, 1), (1, 2), (1, 2)]
 
 
 @pytest.mark.parametrize("fault", ["truncated", "digest", "shape"])
@@ -368,7 +367,12 @@ def test_the_connector_imports_nothing_that_a_vllm_environment_lacks() -> None:
     loaded = set(done.stdout.split())
     assert "bubbletea.vllm.orders" in loaded
     assert not loaded & {"pydantic", "numba", "yaml", "rich", "safetensors", "fastapi"}
-    assert {name for name in loaded if name.startswith("atlas")} == {"atlas", "atlas.errors"}
+    assert {name for name in loaded if name.startswith("atlas")} == {
+        "atlas",
+        "atlas.addresses",
+        "atlas.errors",
+        "atlas.lifetime",
+    }
 
 
 def _imports_vllm(path: Path) -> bool:

@@ -87,6 +87,8 @@ class FaultyKvServer(KvServer):
     fault: Fault = ""
     cut_bytes: int | None = None
     """Ends after so many bytes, as if it were killed."""
+    num_answered: int = 0
+    """Fetches without a fault."""
 
     async def _answer(self, frame: WireFrame, writer: asyncio.StreamWriter) -> Sequence[KvBlock]:
         if self.cut_bytes is not None and frame.kind == FETCH:
@@ -98,7 +100,9 @@ class FaultyKvServer(KvServer):
             writer.close()
             return ()
         if not self.fault:
-            return await super()._answer(frame, writer)
+            offered = await super()._answer(frame, writer)
+            self.num_answered += frame.kind == FETCH
+            return offered
         if self.fault == "silent":
             await asyncio.sleep(3600)
         for block in self.holder.blocks(WantedBlocks.of(frame.fields))[:2]:
@@ -134,17 +138,13 @@ class Prefiller:
         config = self.served.config
         self.decoder: Decoder = weights.load(config, LayerRange.whole(config), folder, dtype=self.served.torch_dtype)
         self.layers = [cut.layers for cut in self.served.cuts(tuple(split))]
-        self.fetched: list[str] = []
 
     def __enter__(self) -> Prefiller:
         others = [KeptParts() for _ in self.layers[1:]]
         self.kept = [FirstParts(others), *others]
         for kept in self.kept:
             kept.budget_bytes = 1 << 30
-        self.kv_servers = [
-            FaultyKvServer(kept, TOKEN, None, lambda ticket, num_blocks: self.fetched.append(ticket))
-            for kept in self.kept
-        ]
+        self.kv_servers = [FaultyKvServer(kept, TOKEN) for kept in self.kept]
         self._threads = [KvServerThread(server, "127.0.0.1") for server in self.kv_servers]
         return self
 

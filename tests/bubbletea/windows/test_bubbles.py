@@ -6,6 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
+from forecast_windows import ahead
 
 from atlas.errors import AtlasError
 from atlas.evaluate import Result, evaluate
@@ -71,9 +72,9 @@ def test_replicas_have_the_same_windows(timeline: Timeline) -> None:
 
 def test_the_forecast_repeats_the_pattern(timeline: Timeline) -> None:
     pattern = pattern_of(timeline)
-    ahead = list(Forecast(pattern, anchor_ns=7).ahead(0, 0, 3 * pattern.period_ns))
-    assert all(a.end_ns < b.start_ns for a, b in itertools.pairwise(ahead))
-    starts = {(w.start_ns - 7) % pattern.period_ns for w in ahead}
+    found = list(ahead(Forecast(pattern, anchor_ns=7), 0, 0, 3 * pattern.period_ns))
+    assert all(a.end_ns < b.start_ns for a, b in itertools.pairwise(found))
+    starts = {(w.start_ns - 7) % pattern.period_ns for w in found}
     own = (pattern.start_ns[pattern.ptr[0] : pattern.ptr[1]] + pattern.phase_ns[0] + SWITCH_NS // 2) % pattern.period_ns
     assert starts == set(own.tolist())
 

@@ -15,7 +15,11 @@ from pathlib import Path
 
 from checkpoint_samples import LAYERS, meta_at, numbered
 
-from atlas.runtime.checkpoint import Checkpointer, LocalStore, Replicator, Retention, next_attempt
+from atlas.runtime.checkpoint.checkpointer import Checkpointer
+from atlas.runtime.checkpoint.manifest import next_attempt
+from atlas.runtime.checkpoint.replicate import Replicator
+from atlas.runtime.checkpoint.retention import Retention
+from atlas.runtime.checkpoint.store import LocalStore
 
 SIZE = 60_000
 
@@ -38,7 +42,8 @@ def write_forever(root: Path, bell: int) -> None:
             assert writer.written is not None
             assert writer.written.step == step, writer.failed
             writer.retention.confirm(writer.written)
-        print(attempt, step, flush=True)
+        # One system call: with PYTHONUNBUFFERED, print would make several, and a kill could come between them.
+        os.write(sys.stdout.fileno(), f"{attempt} {step}\n".encode())
         os.write(bell, b".")
 
 

@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from atlas.runtime.checkpoint import BlobStore, Checkpoint, LayerState, LocalStore, Meta, choose, verify
-from atlas.runtime.checkpoint.store import Chunk, FileWriter
+from atlas.runtime.checkpoint.load import Checkpoint, choose, verify
+from atlas.runtime.checkpoint.manifest import Meta
+from atlas.runtime.checkpoint.state import LayerState
+from atlas.runtime.checkpoint.store import BlobStore, Chunk, FileWriter, LocalStore
 
 NUM_LAYERS = 6
 LAYERS = [str(layer) for layer in range(NUM_LAYERS)]

@@ -11,8 +11,11 @@ from pathlib import Path
 
 from checkpoint_samples import LAYERS, meta_at, numbered
 
-from atlas.runtime.checkpoint import CheckpointClient, Checkpointer, LocalStore, RemoteStore, Replicator, copies_of
-from atlas.runtime.checkpoint.store import Chunk
+from atlas.runtime.checkpoint.calls import copies_of
+from atlas.runtime.checkpoint.checkpointer import Checkpointer
+from atlas.runtime.checkpoint.client import CheckpointClient, RemoteStore
+from atlas.runtime.checkpoint.replicate import Replicator
+from atlas.runtime.checkpoint.store import Chunk, LocalStore
 from atlas.wan.transport.base import PeerRoute
 from atlas.wan.transport.endpoint import Endpoint
 

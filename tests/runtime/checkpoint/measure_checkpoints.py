@@ -13,19 +13,14 @@ from pathlib import Path
 
 import torch
 
-from atlas.runtime.checkpoint import (
-    BlobStore,
-    CheckpointClient,
-    Checkpointer,
-    CheckpointServer,
-    LayerState,
-    LocalStore,
-    Meta,
-    RemoteStore,
-    Replicator,
-    choose,
-    load_layers,
-)
+from atlas.runtime.checkpoint.checkpointer import Checkpointer
+from atlas.runtime.checkpoint.client import CheckpointClient, RemoteStore
+from atlas.runtime.checkpoint.load import choose, load_layers
+from atlas.runtime.checkpoint.manifest import Meta
+from atlas.runtime.checkpoint.replicate import Replicator
+from atlas.runtime.checkpoint.server import CheckpointServer
+from atlas.runtime.checkpoint.state import LayerState
+from atlas.runtime.checkpoint.store import BlobStore, LocalStore
 from atlas.wan.transport.base import PeerRoute
 from atlas.wan.transport.endpoint import Endpoint
 

@@ -14,8 +14,12 @@ import safetensors.torch
 import torch
 
 from atlas.cli import command_parser, main
-from atlas.runtime.checkpoint import Checkpointer, LocalStore, Meta, choose, states_of
+from atlas.runtime.checkpoint.checkpointer import Checkpointer
 from atlas.runtime.checkpoint.export import export_checkpoint
+from atlas.runtime.checkpoint.load import choose
+from atlas.runtime.checkpoint.manifest import Meta
+from atlas.runtime.checkpoint.state import states_of
+from atlas.runtime.checkpoint.store import LocalStore
 from atlas.runtime.models.config import DecoderConfig, gpt
 from atlas.runtime.models.decoder import build, cuts
 

@@ -10,7 +10,11 @@ from pathlib import Path
 import pytest
 from checkpoint_samples import LAYERS, choose_verified, meta_at, numbered, same
 
-from atlas.runtime.checkpoint import Checkpoint, Checkpointer, LocalStore, Retention, SaveId, load_layers
+from atlas.runtime.checkpoint.checkpointer import Checkpointer
+from atlas.runtime.checkpoint.load import Checkpoint, load_layers
+from atlas.runtime.checkpoint.manifest import SaveId
+from atlas.runtime.checkpoint.retention import Retention
+from atlas.runtime.checkpoint.store import LocalStore
 
 SIZE = 60_000
 RUNS = 10

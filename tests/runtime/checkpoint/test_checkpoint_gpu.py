@@ -8,7 +8,10 @@ import pytest
 import torch
 from checkpoint_samples import choose_verified, meta_at
 
-from atlas.runtime.checkpoint import Checkpointer, LocalStore, load_layers, restore, states_of
+from atlas.runtime.checkpoint.checkpointer import Checkpointer
+from atlas.runtime.checkpoint.load import load_layers
+from atlas.runtime.checkpoint.state import restore, states_of
+from atlas.runtime.checkpoint.store import LocalStore
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

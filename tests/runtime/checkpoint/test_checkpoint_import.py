@@ -11,8 +11,7 @@ import torch
 from atlas.cli import main
 from atlas.launch.rehearse import rehearse
 from atlas.launch.train_options import TrainOptions
-from atlas.runtime.checkpoint import Meta
-from atlas.runtime.checkpoint.manifest import IMPORTED
+from atlas.runtime.checkpoint.manifest import IMPORTED, Meta
 from atlas.runtime.checkpoint.place import saves_under
 from atlas.runtime.models.config import DecoderConfig
 from atlas.runtime.models.decoder import build, cuts

@@ -11,17 +11,11 @@ from checkpoint_samples import LAYERS, Worker, choose_verified, meta_at, stages,
 from torch import Tensor
 
 from atlas.errors import AtlasError
-from atlas.runtime.checkpoint import (
-    Checkpointer,
-    LocalStore,
-    SaveId,
-    choose,
-    complete_ids,
-    load_layers,
-    restore,
-    share,
-    states_of,
-)
+from atlas.runtime.checkpoint.checkpointer import Checkpointer
+from atlas.runtime.checkpoint.load import choose, load_layers
+from atlas.runtime.checkpoint.manifest import SaveId, complete_ids
+from atlas.runtime.checkpoint.state import restore, share, states_of
+from atlas.runtime.checkpoint.store import LocalStore
 
 
 def save_all(pipeline: Sequence[Worker], num_pipelines: int, stores: Sequence[LocalStore], step: int) -> None:

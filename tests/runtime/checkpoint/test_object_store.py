@@ -11,9 +11,12 @@ from s3_servers import ABSENT, served
 
 from atlas.cli import main
 from atlas.errors import AtlasError
-from atlas.runtime.checkpoint import Checkpointer, Retention, SaveId, complete_ids, load_layers
+from atlas.runtime.checkpoint.checkpointer import Checkpointer
+from atlas.runtime.checkpoint.load import load_layers
+from atlas.runtime.checkpoint.manifest import SaveId, complete_ids
 from atlas.runtime.checkpoint.object_store import S3BlobStore, require_object_store
 from atlas.runtime.checkpoint.place import below, id_of, names_below, saves_under, store_at
+from atlas.runtime.checkpoint.retention import Retention
 
 pytestmark = pytest.mark.skipif(bool(ABSENT), reason=f"not installed: {', '.join(ABSENT)} (CONTRIBUTING.md)")
 

@@ -24,11 +24,11 @@ from atlas.runtime.models.export import export_stage, whole
 from atlas.runtime.models.generate import greedy
 from atlas.runtime.models.parallel import parallelize
 from atlas.runtime.models.task import DecoderTask
-from atlas.runtime.models.tied import join
 from atlas.runtime.models.weights import load
 from atlas.runtime.optimizer import AdamW, clip_factor, global_norm, norms_of, squares_of
 from atlas.runtime.recipe import LearningRate, OptimizerSettings
 from atlas.runtime.stage import Stage
+from atlas.runtime.stage_set import add_tied
 
 QWEN = DecoderConfig(
     "qwen3", num_layers=2, width=16, num_heads=4, num_kv_heads=2, head_width=8, ffn_width=24, vocabulary=32,
@@ -70,7 +70,7 @@ def train(stages: list[Stage], tensor_parallel: bool) -> tuple[float, list[float
         stage.adopt()
     named = {name: p for stage in stages for name, p in stage.named_parameters.items()}
     if stages[0].module.config.tied:
-        join(named)
+        add_tied(named)
     parts = [squares_of(norms_of([s.named_parameters[n].grad for n in s.counted])) for s in stages]  # type: ignore[misc]
     if tensor_parallel:
         gathered: list[list[list[float]]] = [[] for _ in range(dist.get_world_size())]

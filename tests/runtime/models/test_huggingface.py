@@ -166,7 +166,7 @@ def test_a_file_without_the_name_of_the_trunk_is_read(tmp_path: Path) -> None:
         ({"model_type": "mixtral"}, r"model_type = 'mixtral': this architecture .* supported are gpt2, llama, mistral"),
         ({"model_type": None}, r"model_type: this architecture"),
         ({"model_type": "mistral", "sliding_window": 64}, r"sliding_window = 64: .*\"sliding_window\": null: up to 64"),
-        ({"rope_scaling": {"type": "yarn", "factor": 2}}, r"rope_scaling\.rope_type = 'yarn'.*Take rope_scaling out"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2}}, r"rope_scaling\.rope_type = 'yarn'.*Remove rope_scaling"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2}}, r"rope_scaling\.low_freq_factor"),
         ({"hidden_act": "relu"}, r"hidden_act = .*relu.* silu"),
         ({"quantization_config": {"bits": 4}}, r"quantization_config.*before quantization"),

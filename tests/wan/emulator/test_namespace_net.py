@@ -79,7 +79,7 @@ def test_the_rate_is_goodput(gso: bool) -> None:
 def test_loss_is_about_as_configured_and_tcp_recovers() -> None:
     def use(net: NamespaceNet, far: Peer) -> None:
         sent = pour(far.address, 1.0)
-        assert far.ended.acquire(timeout=20)
+        assert far.ended.acquire(timeout=60)
         assert sum(count for _, count in far.arrivals) == sent
         there = net.stats.directions[PAIR]
         assert 0.004 < there.lost / (there.lost + there.num_pieces) < 0.05
@@ -129,7 +129,7 @@ def test_a_crash_leaves_nothing_behind() -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert done.returncode == -9
     forwarder = Path("/proc") / done.stdout.strip()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while forwarder.exists() and "Z" not in (forwarder / "stat").read_text() and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not forwarder.exists() or " Z " in (forwarder / "stat").read_text()
@@ -179,7 +179,7 @@ def test_cross_traffic_shares_the_queue_and_every_packet_is_recorded() -> None:
         net.record_packets(100_000)
         net.restart_weather()
         pour(far.address, 0.8)
-        far.ended.acquire(timeout=5)
+        far.ended.acquire(timeout=60)
         found = net.packets()
         table = found[PAIR]
         arrived = ~table.lost
@@ -196,10 +196,10 @@ def test_cross_traffic_shares_the_queue_and_every_packet_is_recorded() -> None:
 def test_competing_flows_share_the_queue() -> None:
     def use(net: NamespaceNet, far: Peer) -> None:
         pour(far.address, 0.6)  # the flows have filled the queue by then
-        far.ended.acquire(timeout=5)
+        far.ended.acquire(timeout=60)
         net.record_packets(100_000)
         pour(far.address, 0.8)
-        far.ended.acquire(timeout=5)
+        far.ended.acquire(timeout=60)
         table = net.packets()[PAIR]
         arrived = ~table.lost
         span_s = float((table.sent_ns + table.rtt_ns)[arrived].max() - table.sent_ns[0]) / 1e9
@@ -215,7 +215,7 @@ def test_a_pair_without_a_rate_gives_its_trunk_the_queue() -> None:
     def use(net: NamespaceNet, far: Peer) -> None:
         net.record_packets(100_000)
         pour(far.address, 0.6)
-        far.ended.acquire(timeout=5)
+        far.ended.acquire(timeout=60)
         table = net.packets()[PAIR]
         assert table.lost.any(), "a queue of 50 KB overflows"
         full_ns = 20_000_000 + 50_000 * 8e9 / 20e6

@@ -130,7 +130,7 @@ def measured(trunk: bool = True, **changes: float) -> LinkMeasurement:
     sweep = (Goodput(1, 0.6e9, 1, 1), Goodput(8, pair_bps, 1, 1))
     together = (4e9, 4e9) if trunk else (pair_bps, pair_bps)
     back = (Goodput(1, 0.6e9, 1, 1), Goodput(8, changes.get("back_bps", pair_bps), 1, 1))
-    return LinkMeasurement(("east", "west"), rtt, sweep, back, (pair_bps, pair_bps), together, 9.0, at=1.7e9)
+    return LinkMeasurement(("east", "west"), rtt, sweep, back, (pair_bps, pair_bps), together, at=1.7e9)
 
 
 HEAD = (
@@ -195,7 +195,7 @@ def test_the_slower_direction_counts_and_both_are_written() -> None:
     uneven = measured(back_bps=3e9)
     assert to_figures(uneven).pair_gbps == 3.0
     text = links_yaml([uneven])
-    assert "1: 0.6, 8: 5; 8 fill it" in text
+    assert "1: 0.6, 8: 5; 8 streams fill the path" in text
     assert "other direction: 1: 0.6, 8: 3, slower" in text
 
 

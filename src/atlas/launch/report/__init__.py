@@ -22,6 +22,7 @@ from atlas.launch.report.events import GpuFacts, StepEvent
 from atlas.launch.report.metrics import MetricsServer, TrainingMetrics
 from atlas.launch.report.progress import ProgressBar
 from atlas.launch.report.trackers import TrackerError, TrackerThread, figures_of, open_tracker
+from atlas.lifetime import Closing
 
 log: Callable[[str], None] = logging.getLogger("atlas.report").warning
 
@@ -66,7 +67,7 @@ class ReportChoice:
     """To report MFU; None: not on GPUs, or not of one type."""
 
 
-class RunReport:
+class RunReport(Closing):
     """`with RunReport(choice, num_steps) as report:`, then `report.step(event, timeline)` for every step.
 
     Opens files and ports at once, so that an error is reported before training starts.
@@ -150,12 +151,6 @@ class RunReport:
             if part is not None:
                 self._try("end", part.close)
         self._events = None
-
-    def __enter__(self) -> RunReport:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _try(self, what: str, write: Callable[[], None]) -> None:
         """A full disk or a closed terminal is reported once and does not stop training."""

@@ -43,11 +43,11 @@ HELP = {
     ),
     "restarts_total": ("counter", "Restarts of all workers, by reason."),
     "mfu_ratio": ("gauge", "Model FLOPs utilization of the last step, of runs on GPUs of one type, real or paced."),
-    "goodput_steps_per_second": ("gauge", "Steps that were kept since this process began, over its time."),
-    "worker_memory_peak_bytes": ("gauge", "Most memory of a worker so far, of its device and of its process."),
-    "worker_busy_seconds": ("gauge", "Of the last step: a worker's accelerator computes."),
-    "worker_wait_seconds": ("gauge", "Of the last step: a worker's accelerator waits, by cause."),
-    "link_busy_ratio": ("gauge", "Of the last step: share of the time in which a WAN link sends."),
+    "goodput_steps_per_second": ("gauge", "Steps kept since this process began (not undone by a restart), per second."),
+    "worker_memory_peak_bytes": ("gauge", "Peak memory of a worker so far, of its device and of its process."),
+    "worker_busy_seconds": ("gauge", "Time in the last step in which a worker's accelerator computes."),
+    "worker_wait_seconds": ("gauge", "Time in the last step in which a worker's accelerator waits, by cause."),
+    "link_busy_ratio": ("gauge", "Share of the last step in which a WAN link sends."),
 }
 
 REASONS = {

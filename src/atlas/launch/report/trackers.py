@@ -81,16 +81,16 @@ class TrackerThread:
         try:
             self._queue.put_nowait((number, figures))
         except queue.Full:
-            self._warn_once("does not keep up: some steps are left out")
+            self._warn_once("the tracker is too slow: some steps are not recorded")
 
     def close(self) -> None:
         try:
             self._queue.put(None, timeout=CLOSE_S)
         except queue.Full:
-            return self._warn_once("did not take the last steps")
+            return self._warn_once("the last steps were not recorded in time")
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
-            self._warn_once("did not take the last steps")
+            self._warn_once("the last steps were not recorded in time")
 
     def _pass_on(self) -> None:
         while (item := self._queue.get()) is not None:

@@ -171,7 +171,11 @@ class Checkpointer:
     def _fail(self, id: SaveId, error: OSError) -> None:
         why = error.strerror or str(error)
         self.failed[id] = why
-        last = f"its last is of {self.written}" if self.written else "it has written none in this attempt"
+        last = (
+            f"its last checkpoint is of {self.written}"
+            if self.written
+            else "it has written no checkpoint in this attempt"
+        )
         self._report(
             f"checkpoint of {id} not written by {self.writer} to {self.store}: {why}; {last}. Training continues. "
             f"{'Free some space' if error.errno == errno.ENOSPC else 'Fix it'}, or the next save will fail too"

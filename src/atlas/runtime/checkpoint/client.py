@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any, BinaryIO, Protocol, cast
+from typing import Any, BinaryIO, cast
 
 from atlas.errors import WorkerError
 from atlas.runtime.checkpoint.calls import (
@@ -203,19 +203,13 @@ class CallWindow:
         call.wait()
 
 
-class HasTraffic(Protocol):
-    """One endpoint, or several."""
-
-    def is_sending(self, besides: Collection[int] = ()) -> bool: ...
-
-
-def behind(endpoint: HasTraffic, longest_s: float = 1.0) -> Callable[[], None]:
-    """For a Replicator's `yield_way`: wait while this node has anything else to send, but at most `longest_s` per MiB:
-    copies must progress on a link that is always busy."""
+def behind(is_sending: Callable[[Collection[int]], bool], longest_s: float = 1.0) -> Callable[[], None]:
+    """For a Replicator's `yield_way`: wait while this node has anything else to send (`is_sending` besides some lanes),
+    but at most `longest_s` per MiB: copies must progress on a link that is always busy."""
 
     def wait() -> None:
         until = time.monotonic() + longest_s
-        while endpoint.is_sending(besides=(CALL_LANE, REPLY_LANE, BULK_LANE)) and time.monotonic() < until:
+        while is_sending((CALL_LANE, REPLY_LANE, BULK_LANE)) and time.monotonic() < until:
             time.sleep(LOOK_S)
 
     return wait

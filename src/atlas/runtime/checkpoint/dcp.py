@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from atlas.errors import AtlasError
+from atlas.ir.replace import new_folder
 from atlas.runtime.checkpoint.export import decoder_of
 from atlas.runtime.checkpoint.load import Checkpoint, load_layers
 from atlas.runtime.checkpoint.state import LayerState, restore
@@ -32,7 +33,6 @@ from atlas.runtime.models.export import hf_tensors
 from atlas.runtime.models.huggingface import read_config
 from atlas.runtime.models.names import source_of
 from atlas.runtime.models.weights import SINGLE
-from atlas.runtime.new_folder import new_folder
 
 MODEL, OPTIMIZER, STEP = "model", "optimizer", "step"
 

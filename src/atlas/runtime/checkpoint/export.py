@@ -13,13 +13,13 @@ from pathlib import Path
 import torch
 
 from atlas.errors import AtlasError
+from atlas.ir.replace import new_folder
 from atlas.runtime.assignment import read
 from atlas.runtime.checkpoint.load import Checkpoint, load_layers
 from atlas.runtime.checkpoint.state import restore
 from atlas.runtime.models.config import DecoderConfig
 from atlas.runtime.models.decoder import LayerRange, cuts, empty
 from atlas.runtime.models.export import export_stage, finish_export
-from atlas.runtime.new_folder import new_folder
 
 MAX_SHARD_BYTES = 4 << 30
 Progress = Callable[[str, int, int], None]

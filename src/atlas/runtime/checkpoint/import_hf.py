@@ -29,9 +29,7 @@ def import_hf(folder: Path, place: str, *, progress: Progress = lambda what, don
     if place.startswith(OBJECT_STORE):
         require_object_store(place, "--out")
     if names_below(place):
-        raise AtlasError(
-            f"{place}: there is something in it already. Name a new place: a run's checkpoints belong to it"
-        )
+        raise AtlasError(f"{place}: is not empty. Name a new place: a folder has the checkpoints of one run")
     config = read_config(folder)
     layers = model_layers(config)
     model = {"config": dataclasses.asdict(config)}

@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 
 from atlas.errors import AtlasError
+from atlas.ir.replace import new_folder
 from atlas.runtime.data.shard import HEADER_BYTES, SUFFIX, ShardWriter
 from atlas.runtime.data.tokenizers import Tokenizer
-from atlas.runtime.new_folder import new_folder
 
 SHARD_TOKENS = 1 << 27
 """Of one file: 256 MiB at two bytes a token."""

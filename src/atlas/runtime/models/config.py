@@ -7,7 +7,7 @@ Knows no files, no tensors and no stages: `huggingface` reads and writes `config
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from atlas.errors import ProgramError, SpecError
 from atlas.spec.job import Model
@@ -72,6 +72,20 @@ class DecoderConfig:
             raise wrong("dropout", self.dropout, "must be at least 0 and below 1", "Write 0 to turn it off")
 
 
+GPT: dict[str, Any] = {
+    "family": "gpt2",
+    "norm": "layer",
+    "norm_eps": 1e-5,
+    "positions": "learned",
+    "qkv_bias": True,
+    "out_bias": True,
+    "mlp_bias": True,
+    "gated": False,
+    "activation": "gelu",
+}
+"""What distinguishes a GPT from the defaults."""
+
+
 def gpt(
     *,
     num_layers: int,
@@ -87,7 +101,6 @@ def gpt(
     if width % num_heads:
         raise wrong("num_heads", num_heads, f"must divide width = {width}", "Change one of them")
     return DecoderConfig(
-        family="gpt2",
         num_layers=num_layers,
         width=width,
         num_heads=num_heads,
@@ -96,38 +109,21 @@ def gpt(
         ffn_width=ffn_width or 4 * width,
         vocabulary=vocabulary,
         max_length=max_length,
-        norm="layer",
-        norm_eps=1e-5,
-        positions="learned",
-        qkv_bias=True,
-        out_bias=True,
-        mlp_bias=True,
-        gated=False,
-        activation="gelu",
         tied=tied,
         dropout=dropout,
+        **GPT,
     )
 
 
 def from_spec(model: Model) -> DecoderConfig:
     """The decoder with the dimensions of a job's `model` (see `huggingface` for `model.config`)."""
-    if model.is_gated != (model.family == "llama"):
+    is_gpt = model.family == "gpt"
+    if model.is_gated == is_gpt:
         raise wrong("model.gated", model.is_gated, f"not supported for the {model.family} family", "Leave it out")
-    if model.family == "gpt":
-        if model.num_kv_heads != model.heads or model.head_width * model.heads != model.hidden:
-            rule = "a gpt has as many key heads as query heads, and together they have its width"
-            raise wrong("model.kv_heads", model.num_kv_heads, rule, "Write family: llama, or leave kv_heads out")
-        return gpt(
-            num_layers=model.layers,
-            width=model.hidden,
-            num_heads=model.heads,
-            vocabulary=model.vocab,
-            max_length=model.seq_len,
-            ffn_width=model.ffn_width,
-            tied=model.tied_embeddings,
-        )
+    if is_gpt and (model.num_kv_heads != model.heads or model.head_width * model.heads != model.hidden):
+        rule = "a gpt has as many key heads as query heads, and together they have its width"
+        raise wrong("model.kv_heads", model.num_kv_heads, rule, "Write family: llama, or leave kv_heads out")
     return DecoderConfig(
-        family="llama",
         num_layers=model.layers,
         width=model.hidden,
         num_heads=model.heads,
@@ -137,6 +133,7 @@ def from_spec(model: Model) -> DecoderConfig:
         vocabulary=model.vocab,
         max_length=model.seq_len,
         tied=model.tied_embeddings,
+        **(GPT if is_gpt else {"family": "llama"}),
     )
 
 

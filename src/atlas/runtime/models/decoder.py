@@ -135,7 +135,10 @@ class Decoder(nn.Module):
         if length > self.config.max_length:
             known = self.config.max_length
             raise wrong(
-                "max_length", known, f"a sequence has {length} tokens", "Use shorter sequences, or a longer model"
+                "max_length",
+                known,
+                f"a sequence has {length} tokens",
+                "Use shorter sequences, or a model with a longer context",
             )
         return length
 

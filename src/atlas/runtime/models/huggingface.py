@@ -6,10 +6,10 @@ Reads JSON; imports no transformers and no torch. Weights are read by `weights` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from atlas.errors import SpecError
 from atlas.runtime.models.config import DecoderConfig, Family, RopeScaling, gpt, wrong
@@ -30,6 +30,36 @@ CLASSES: dict[Family, str] = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
+GPT2_KEYS = {
+    "num_layers": "n_layer",
+    "width": "n_embd",
+    "num_heads": "n_head",
+    "ffn_width": "n_inner",
+    "vocabulary": "vocab_size",
+    "max_length": "n_positions",
+}
+"""The sizes of a GPT-2 by our names."""
+LLAMA_KEYS = {
+    "num_layers": "num_hidden_layers",
+    "width": "hidden_size",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_width": "head_dim",
+    "ffn_width": "intermediate_size",
+    "vocabulary": "vocab_size",
+    "max_length": "max_position_embeddings",
+}
+"""Of the other families."""
+ROPE_KEYS = {
+    "linear": {"factor": "factor"},
+    "llama3": {
+        "factor": "factor",
+        "low_freq_factor": "low_freq_factor",
+        "high_freq_factor": "high_freq_factor",
+        "original_length": "original_max_position_embeddings",
+    },
+}
+"""Of a RopeScaling, by its kind."""
 ABSENT: dict[Family, dict[str, Any]] = {
     "gpt2": {"layer_norm_epsilon": 1e-5, "n_positions": 1024, "activation_function": "gelu_new"},
     "llama": {"max_position_embeddings": 2048},
@@ -44,7 +74,7 @@ ONLY: dict[str, tuple[object, str]] = {
     "scale_attn_by_inverse_layer_idx": (False, "Use a model without it"),
     "add_cross_attention": (False, "Use a decoder without an encoder"),
     "partial_rotary_factor": (1.0, "Use a model that rotates whole heads"),
-    "use_sliding_window": (False, "Write false: the same up to sliding_window tokens"),
+    "use_sliding_window": (False, "Write false: up to sliding_window tokens the model is the same"),
 }
 """Keys that must be absent or have this value, and the remedy."""
 
@@ -66,10 +96,10 @@ def read_config(path: Path) -> DecoderConfig:
 
 def parse_config(raw: Json) -> DecoderConfig:
     kind = raw.get("model_type")
-    if kind not in READERS:
-        known = ", ".join(READERS)
+    if kind not in CLASSES:
+        known = ", ".join(CLASSES)
         raise wrong("model_type", kind, f"this architecture is not supported; supported are {known}", "Use one of them")
-    family = cast(Family, kind)
+    family: Family = kind
     raw = {
         **ABSENT[family],
         **{key: value for key, value in raw.items() if value is not None or key == "sliding_window"},
@@ -78,22 +108,14 @@ def parse_config(raw: Json) -> DecoderConfig:
         if raw.get(key, wanted) != wanted:
             raise wrong(key, shown(raw[key]), "is not supported", remedy)
     _require_full_attention(raw)
-    return READERS[family](family, raw)
+    return _gpt2(raw) if family == "gpt2" else _llama(family, raw)
 
 
-def _gpt2(family: Family, raw: Json) -> DecoderConfig:
+def _gpt2(raw: Json) -> DecoderConfig:
     width, heads = _count(raw, "n_embd"), _count(raw, "n_head")
     if width % heads:
         raise wrong("n_head", heads, f"must divide n_embd = {width}", "Correct the file")
-    config = gpt(
-        num_layers=_count(raw, "n_layer"),
-        width=width,
-        num_heads=heads,
-        vocabulary=_count(raw, "vocab_size"),
-        max_length=_count(raw, "n_positions"),
-        ffn_width=_count(raw, "n_inner", 4 * width),
-        tied=bool(raw.get("tie_word_embeddings", True)),
-    )
+    config = gpt(**_counts({"n_inner": 4 * width, **raw}, GPT2_KEYS), tied=bool(raw.get("tie_word_embeddings", True)))
     activation = _activation(raw, "activation_function")
     return replace(config, norm_eps=float(raw["layer_norm_epsilon"]), activation=activation)
 
@@ -105,14 +127,7 @@ def _llama(family: Family, raw: Json) -> DecoderConfig:
     theta, scaling = _rope(raw)
     return DecoderConfig(
         family=family,
-        num_layers=_count(raw, "num_hidden_layers"),
-        width=width,
-        num_heads=heads,
-        num_kv_heads=_count(raw, "num_key_value_heads", heads),
-        head_width=_count(raw, "head_dim", width // heads),
-        ffn_width=_count(raw, "intermediate_size"),
-        vocabulary=_count(raw, "vocab_size"),
-        max_length=_count(raw, "max_position_embeddings"),
+        **_counts({"num_key_value_heads": heads, "head_dim": width // heads, **raw}, LLAMA_KEYS),
         norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
         rope_theta=theta,
         rope_scaling=scaling,
@@ -123,15 +138,6 @@ def _llama(family: Family, raw: Json) -> DecoderConfig:
         activation=_activation(raw, "hidden_act"),
         tied=bool(raw.get("tie_word_embeddings", False)),
     )
-
-
-READERS: dict[str, Callable[[Family, Json], DecoderConfig]] = {
-    "gpt2": _gpt2,
-    "llama": _llama,
-    "mistral": _llama,
-    "qwen2": _llama,
-    "qwen3": _llama,
-}
 
 
 def _require_full_attention(raw: Json) -> None:
@@ -153,26 +159,26 @@ def _rope(raw: Json) -> tuple[float, RopeScaling | None]:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return theta, None
-    if kind not in ("linear", "llama3"):
+    if str(kind) not in ROPE_KEYS:
         rule = "this scaling of rotary positions is not supported; supported are default, linear and llama3"
-        raise wrong(f"{key}.rope_type", kind, rule, f"Take {key} out: the model then has its original length")
-    needed = ("factor",) if kind == "linear" else (
-        "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
-    )  # fmt: skip
-    for name in needed:
+        raise wrong(f"{key}.rope_type", kind, rule, f"Remove {key}: the model then has its original context length")
+    for name in ROPE_KEYS[kind].values():
         if not isinstance(rope.get(name), (int, float)) or rope[name] <= 0:
             raise wrong(f"{key}.{name}", rope.get(name), f"{kind} scaling needs it, above 0", "Write it in the file")
-    if kind == "linear":
-        return theta, RopeScaling("linear", float(rope["factor"]))
-    low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
+    found: dict[str, Any] = {field: float(rope[name]) for field, name in ROPE_KEYS[kind].items()}
+    scaling = RopeScaling(kind, **found)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
     if low >= high:
         raise wrong(f"{key}.low_freq_factor", low, f"must be below high_freq_factor = {high}", "Correct the file")
-    original = int(rope["original_max_position_embeddings"])
-    return theta, RopeScaling("llama3", float(rope["factor"]), low, high, original)
+    return theta, replace(scaling, original_length=int(scaling.original_length))
 
 
-def _count(raw: Json, key: str, absent: int | None = None) -> int:
-    value = raw.get(key, absent)
+def _counts(raw: Json, keys: Mapping[str, str]) -> dict[str, Any]:
+    return {field: _count(raw, key) for field, key in keys.items()}
+
+
+def _count(raw: Json, key: str) -> int:
+    value = raw.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise wrong(key, shown(value), "must be a whole number of at least 1", "Write it in the file")
     return value
@@ -188,14 +194,17 @@ def _activation(raw: Json, key: str) -> Literal["silu", "gelu", "gelu_tanh"]:
 # ---- write -----------------------------------------------------------------------------------------------------
 def write_config(config: DecoderConfig, dtype: str = "float32") -> dict[str, Any]:
     """The `config.json` of a decoder for transformers; raises if its family cannot express it."""
-    common = {
+    is_gpt2 = config.family == "gpt2"
+    raw = {
         "architectures": [CLASSES[config.family]],
         "model_type": config.family,
-        "vocab_size": config.vocabulary,
+        **{key: getattr(config, field) for field, key in (GPT2_KEYS if is_gpt2 else LLAMA_KEYS).items()},
         "tie_word_embeddings": config.tied,
         "torch_dtype": dtype,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        **(_gpt2_keys(config) if is_gpt2 else _llama_keys(config)),
     }
-    raw = common | (_gpt2_keys(config) if config.family == "gpt2" else _llama_keys(config))
     again = replace(parse_config(raw), dropout=config.dropout, init_std=config.init_std)
     for name in config.__dataclass_fields__:
         ours, theirs = getattr(config, name), getattr(again, name)
@@ -207,36 +216,20 @@ def write_config(config: DecoderConfig, dtype: str = "float32") -> dict[str, Any
 
 def _gpt2_keys(config: DecoderConfig) -> dict[str, Any]:
     return {
-        "n_layer": config.num_layers,
-        "n_embd": config.width,
-        "n_head": config.num_heads,
-        "n_inner": config.ffn_width,
-        "n_positions": config.max_length,
         "layer_norm_epsilon": config.norm_eps,
         "activation_function": "gelu_new" if config.activation == "gelu_tanh" else config.activation,
         "resid_pdrop": config.dropout,
         "embd_pdrop": config.dropout,
         "attn_pdrop": 0.0,
-        "bos_token_id": None,
-        "eos_token_id": None,
     }
 
 
 def _llama_keys(config: DecoderConfig) -> dict[str, Any]:
     keys: dict[str, Any] = {
-        "num_hidden_layers": config.num_layers,
-        "hidden_size": config.width,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_width,
-        "intermediate_size": config.ffn_width,
-        "max_position_embeddings": config.max_length,
         "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope_theta,
         "rope_scaling": _rope_keys(config.rope_scaling),
         "hidden_act": "gelu_pytorch_tanh" if config.activation == "gelu_tanh" else config.activation,
-        "bos_token_id": None,
-        "eos_token_id": None,
     }
     if config.family in ("llama", "qwen3"):
         keys["attention_bias"] = config.qkv_bias
@@ -250,12 +243,5 @@ def _llama_keys(config: DecoderConfig) -> dict[str, Any]:
 def _rope_keys(scaling: RopeScaling | None) -> dict[str, Any] | None:
     if scaling is None:
         return None
-    if scaling.kind == "linear":
-        return {"rope_type": "linear", "factor": scaling.factor}
-    return {
-        "rope_type": "llama3",
-        "factor": scaling.factor,
-        "low_freq_factor": scaling.low_freq_factor,
-        "high_freq_factor": scaling.high_freq_factor,
-        "original_max_position_embeddings": scaling.original_length,
-    }
+    found = {key: getattr(scaling, field) for field, key in ROPE_KEYS[scaling.kind].items()}
+    return {"rope_type": scaling.kind, **found}

@@ -43,15 +43,6 @@ def block_plan(config: DecoderConfig) -> dict[str, ParallelStyle]:
     return plan
 
 
-def embedding_plan() -> dict[str, ParallelStyle]:
-    return {"token": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())}
-
-
-def head_plan() -> dict[str, ParallelStyle]:
-    """The logits are gathered: every rank computes the whole loss."""
-    return {"out": ColwiseParallel(output_layouts=Replicate())}
-
-
 def parallelize(decoder: Decoder, mesh: DeviceMesh) -> Decoder:
     """Shard in place, best on `meta`, before a rank has memory. Nothing is sent: weights that exist already must
     be the same on every rank."""
@@ -59,9 +50,11 @@ def parallelize(decoder: Decoder, mesh: DeviceMesh) -> Decoder:
     for layer in decoder.layers.values():
         parallelize_module(layer, mesh, block_plan(decoder.config), src_data_rank=None)
     if decoder.embedding is not None:
-        parallelize_module(decoder.embedding, mesh, embedding_plan(), src_data_rank=None)
-    if decoder.head is not None:
-        parallelize_module(decoder.head, mesh, head_plan(), src_data_rank=None)
+        rows = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
+        parallelize_module(decoder.embedding.token, mesh, rows, src_data_rank=None)
+    if decoder.head is not None:  # the logits are gathered: every rank computes the whole loss
+        columns = ColwiseParallel(output_layouts=Replicate())
+        parallelize_module(decoder.head.out, mesh, columns, src_data_rank=None)
     decoder.retie()  # sharding gave the tied ends separate memory; both are sharded by rows and can share it again
     decoder.tensor_rank = mesh.get_local_rank()
     return decoder

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from atlas.errors import SpecError
+from atlas.lifetime import Closing
 from atlas.runtime.flat import local_part
 from atlas.runtime.models.config import DecoderConfig
 from atlas.runtime.models.decoder import TIED_HEAD, Decoder, LayerRange, Sharding, empty
@@ -26,9 +27,10 @@ from atlas.runtime.models.shards import Shard, shard_of
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = ("F32", "F16", "BF16")
 MAX_INDEX_BYTES = 64 * 2**20
+CHECK = "Check that config.json and the weights belong together"
 
 
-class WeightsFolder:
+class WeightsFolder(Closing):
     """`with WeightsFolder(path) as folder:` opens a shard when one of its tensors is read."""
 
     def __init__(self, path: Path) -> None:
@@ -53,8 +55,7 @@ class WeightsFolder:
             theirs[-1] //= source.num_parts
             ours = theirs[::-1] if source.transposed else theirs
             if ours != list(shape):
-                remedy = "Check that config.json and the weights belong together"
-                raise self._bad(name, ours, f"the config asks for {list(shape)}", remedy)
+                raise self._bad(name, ours, f"the config asks for {list(shape)}", CHECK)
             ends = [slice(0, length) for length in ours]
             if shard is not None:
                 ends[shard.dimension] = slice(shard.start, shard.stop)
@@ -69,12 +70,6 @@ class WeightsFolder:
     def close(self) -> None:
         self._files.close()
         self._open.clear()
-
-    def __enter__(self) -> WeightsFolder:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _file(self, name: str) -> Any:
         if name not in self._open:
@@ -134,8 +129,7 @@ def fill(decoder: Decoder, folder: WeightsFolder) -> None:
         source = source_of(config, name)
         theirs = _name_in(source.name, config, present)
         if theirs is None:
-            remedy = "Check that config.json and the weights belong together"
-            raise folder._bad(source.name, None, "the weights do not have it", remedy)
+            raise folder._bad(source.name, None, "the weights do not have it", CHECK)
         used.add(theirs)
         mine = folder.read(replace(source, name=theirs), parameter.shape, shard_of(parameter))
         local_part(parameter).copy_(mine)
@@ -154,5 +148,4 @@ def _require_all_used(decoder: Decoder, folder: WeightsFolder, used: set[str]) -
     prefixes += [prefix.removeprefix(base_prefix(decoder.config)) for prefix in prefixes]
     for name in sorted(folder.names - used):
         if name.startswith(tuple(prefixes)) and not name.endswith(NOT_WEIGHTS):
-            remedy = "Check that config.json and the weights belong together"
-            raise folder._bad(name, None, "the model of config.json has no such tensor", remedy)
+            raise folder._bad(name, None, "the model of config.json has no such tensor", CHECK)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from atlas.runtime.checkpoint import LayerState
+from atlas.runtime.checkpoint.state import LayerState
 from atlas.runtime.collectives import GroupStore
 from atlas.runtime.models.shards import sharded_dimension
 

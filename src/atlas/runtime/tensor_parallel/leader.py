@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
+import stat
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TextIO, TypeVar
 
 import torch
@@ -34,7 +37,8 @@ from atlas.runtime.wiring import WorkerRole
 
 EXIT_S = 2.0
 """How long after a broken collective the exit of a process may be noticed."""
-
+TAIL_LINES, TAIL_BYTES = 50, 1 << 14
+"""Of the log, in the error of a process that ended by itself."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -102,7 +106,7 @@ class Followers:
             kind = AtlasError if replies[-1]["user_error"] else WorkerError
             self._error = kind(f"{who} failed: {replies[-1]['error']}")
         else:
-            self._error = WorkerError(f"{who} {describe_exit(code)}")
+            self._error = WorkerError(f"{who} {describe_exit(code)}{_end_of_stderr()}")
         self._has_error.set()
         self._lost(self._error)
 
@@ -120,6 +124,7 @@ def _fork(assignment: Assignment, rank: int, store: GroupStore) -> _Process:
             os.dup2(2, 1)  # a library's print must not become a reply
             os.dup2(their_replies, 3)
             os.closerange(4, os.sysconf("SC_OPEN_MAX"))  # descriptors of the leader
+            logging.getLogger("atlas").handlers.clear()  # they write to one of those; its number may be used again
             place = assignment.device if assignment.nccl_on_shared_gpu else place_of(assignment.device, rank)
             mine = replace(assignment, device=place)
             follow(mine, rank, store, os.fdopen(0), os.fdopen(3, "w"))
@@ -131,6 +136,17 @@ def _fork(assignment: Assignment, rank: int, store: GroupStore) -> _Process:
     os.close(their_orders)
     os.close(their_replies)
     return _Process(pid, os.fdopen(orders, "w"), os.fdopen(replies))
+
+
+def _end_of_stderr() -> str:
+    """What the processes of this worker wrote last, if their stderr is a log file: why one was killed by a signal."""
+    with contextlib.suppress(OSError):
+        if stat.S_ISREG(os.fstat(sys.stderr.fileno()).st_mode):
+            with Path(f"/proc/self/fd/{sys.stderr.fileno()}").open("rb") as log:
+                log.seek(max(0, os.fstat(log.fileno()).st_size - TAIL_BYTES))
+                if lines := log.read().decode(errors="replace").strip().splitlines()[-TAIL_LINES:]:
+                    return "\n".join(["; the end of its log:", *(f"  {line}" for line in lines)])
+    return ""
 
 
 # ---- calls of the worker, made by all ranks -----------------------------------------------------------------------

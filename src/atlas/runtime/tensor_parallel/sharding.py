@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from atlas.runtime.assignment import Assignment
-from atlas.runtime.checkpoint import LayerState
+from atlas.runtime.checkpoint.state import LayerState
 from atlas.runtime.collectives import GroupStore, torch_exchanges
 from atlas.runtime.device import Device
 from atlas.runtime.exchange import Exchange

@@ -17,10 +17,11 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import atlas
 from atlas.errors import AtlasError
+from atlas.lifetime import Closing
 from atlas.wan.emulator.lateness import P99_LIMIT_S, WORST_LIMIT_S, Lateness, summarize
 from atlas.wan.emulator.paths import Paths, PathSpec, nodes_of, path_between
 
@@ -62,7 +63,7 @@ class EmulatorStats:
         return sum(direction.num_bytes for direction in self.directions.values())
 
 
-class EmulatedNet:
+class EmulatedNet(Closing):
     """Paths between named nodes, emulated by a process of its own. Thread-safe; close it, or use it in a `with`."""
 
     def __init__(self, paths: Paths) -> None:
@@ -148,12 +149,6 @@ class EmulatedNet:
                 self._process.wait()
         self._answers.close()
         self._socket.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def answer(worker: object, line: bytes) -> bytes:

@@ -8,7 +8,7 @@ queue as a fluid (`weather.cell` has the same rule); competing TCP flows join it
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit, types
@@ -44,6 +44,24 @@ _write: Any = types.ExternalFunction("write", types.int64(types.int32, types.int
 _copy: Any = types.ExternalFunction("memcpy", types.int64(types.int64, types.int64, types.int64))
 _clock: Any = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.int64))
 _ppoll: Any = types.ExternalFunction("ppoll", types.int32(types.int64, types.int64, types.int64, types.int64))
+
+
+class ForwardTables(NamedTuple):
+    """What the loop works on."""
+
+    link_of: NDArray[np.int32]
+    """[source, destination]: the link, or -1."""
+    floats: NDArray[np.float64]
+    ints: NDArray[np.int64]
+    trunks: NDArray[np.float64]
+    memory: NDArray[np.uint8]
+    """Of all rings."""
+    words: NDArray[np.int64]
+    """The same memory."""
+    cross: NDArray[np.float64]
+    rivals: tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64]]
+    seen: NDArray[np.int64]
+    num_seen: NDArray[np.int64]
 
 
 @njit(cache=True)
@@ -155,23 +173,9 @@ def _store(link: int, ints: Any, memory: Any, words: Any, packet: Any, num_bytes
 
 
 @njit(cache=True)
-def _read_packets(
-    node: int,
-    fd: int,
-    link_of: Any,
-    floats: Any,
-    ints: Any,
-    trunks: Any,
-    memory: Any,
-    words: Any,
-    cross: Any,
-    rivals: Any,
-    seen: Any,
-    num_seen: Any,
-    packet: Any,
-    spec: Any,
-) -> int:
+def _read_packets(node: int, fd: int, tables: ForwardTables, packet: Any, spec: Any) -> int:
     """Reads what a node sends, at most a batch, and returns the number of packets."""
+    link_of, floats, ints, trunks, memory, words, cross, rivals, seen, num_seen = tables
     for count in range(BATCH):
         num_bytes = _read(fd, packet.ctypes.data, MAX_PACKET_BYTES)
         if num_bytes <= 0:
@@ -231,22 +235,14 @@ def _write_packets(fds: Any, ints: Any, memory: Any, words: Any, bins: Any, wors
 @njit(cache=True, nogil=True)
 def forward(
     fds: NDArray[np.int32],
-    link_of: NDArray[np.int32],
-    floats: NDArray[np.float64],
-    ints: NDArray[np.int64],
-    trunks: NDArray[np.float64],
-    memory: NDArray[np.uint8],
-    words: NDArray[np.int64],
-    cross: NDArray[np.float64],
-    rivals: tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64]],
-    seen: NDArray[np.int64],
-    num_seen: NDArray[np.int64],
+    tables: ForwardTables,
     bins: NDArray[np.int64],
     worst: NDArray[np.int64],
     polls: NDArray[np.int32],
 ) -> None:
     """Forwards until the last of `polls`, the command socket, is readable. `polls` has rows of fd, events/revents."""
     num_nodes = fds.shape[0]
+    _, floats, ints, _, memory, words, _, rivals, _, _ = tables
     packet = np.empty(MAX_PACKET_BYTES + 64, np.uint8)
     spec = np.zeros(2, np.int64)
     while True:
@@ -263,8 +259,7 @@ def forward(
         _ppoll(polls.ctypes.data, num_nodes + 1, spec.ctypes.data, 0)
         for node in range(num_nodes):
             if polls[node, 1] >> 16:
-                tables = (floats, ints, trunks, memory, words, cross, rivals, seen, num_seen)
-                _read_packets(node, fds[node], link_of, *tables, packet, spec)
+                _read_packets(node, fds[node], tables, packet, spec)
         if rivals[0].shape[0]:  # bounds the work that is left for the next packet of an idle link
             for link in range(ints.shape[0]):
                 _add_rivals(link, floats, ints, rivals, _now_ns(spec))

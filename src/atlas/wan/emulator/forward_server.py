@@ -58,8 +58,8 @@ class ForwardServer:
     def _forward(self, fds: Any, link_of: Any, ints: Any, polls: Any) -> None:
         """Forwards until there is a command."""
         memory, weather = self._memory, (self._cross, self._rivals, self._seen, self._num_seen)
-        tables = link_of, self._floats, ints, self._trunks, memory, memory.view(np.int64)
-        f.forward(fds, *tables, *weather, self._bins, self._worst, polls)
+        tables = f.ForwardTables(link_of, self._floats, ints, self._trunks, memory, memory.view(np.int64), *weather)
+        f.forward(fds, tables, self._bins, self._worst, polls)
 
     def do_paths(self, nodes: list[str], paths: list[tuple[str, str, dict[str, Any]]]) -> dict[str, Any]:
         self._nodes = {name: i for i, name in enumerate(nodes)}

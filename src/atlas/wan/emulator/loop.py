@@ -52,7 +52,7 @@ class ProxyLoop:
     def __init__(self) -> None:
         self.lateness = Histogram()
         self.connections: set[ProxiedConnection] = set()
-        self.on_end: Callable[[ProxiedConnection], None] = lambda connection: None
+        self.on_end: Callable[[ProxiedConnection], object] = lambda connection: None
         self._epoll = select.epoll()
         self._timer = Timer()
         self._epoll.register(self._timer.fd, select.EPOLLIN | select.EPOLLET)

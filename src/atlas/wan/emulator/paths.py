@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from atlas.errors import AtlasError
@@ -107,12 +107,8 @@ class PathSpec:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> PathSpec:
-        known = {field.name for field in fields(cls)}
-        trunk = data.get("trunk")
-        lists = {key: tuple(data.get(key, ())) for key in ("cross", "cross_back")}
-        return cls(
-            **{k: v for k, v in data.items() if k in known} | {"trunk": Trunk(**trunk) if trunk else None} | lists
-        )
+        trunk = Trunk(**data["trunk"]) if data["trunk"] else None
+        return cls(**data | {"trunk": trunk, "cross": tuple(data["cross"]), "cross_back": tuple(data["cross_back"])})
 
 
 Paths = Mapping[tuple[str, str], PathSpec]

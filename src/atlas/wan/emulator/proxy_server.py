@@ -31,7 +31,7 @@ class ProxyServer:
 
     def __init__(self, control: socket.socket) -> None:
         self.loop = ProxyLoop()
-        self.loop.on_end = self._forget
+        self.loop.on_end = lambda connection: self._pairs.pop(connection, None)
         self._control, self._commands = control, control.makefile("rb")
         self._paths: dict[tuple[str, str], PathSpec] = {}
         self._links: dict[tuple[str, str], LinkDirection] = {}
@@ -194,9 +194,6 @@ class ProxyServer:
             connection.stalled = frozenset(pair) in self._stalled
             self._pairs[connection] = pair
             self.loop.open(connection, target)
-
-    def _forget(self, connection: ProxiedConnection) -> None:
-        self._pairs.pop(connection, None)
 
 
 if __name__ == "__main__":

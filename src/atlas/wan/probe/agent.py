@@ -9,10 +9,12 @@ import contextlib
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 from atlas.errors import AtlasError
+from atlas.lifetime import Closing
 from atlas.wan.probe import measure
 from atlas.wan.probe.packet_series import answer_blocks, packet_series
 from atlas.wan.probe.wire import CONNECT_TIMEOUT_S, ProbeError, connect, has_token, read_json, require_token, send_json
@@ -22,12 +24,16 @@ MAX_CONNECTIONS = 256
 """Four surveys with the most streams each. Further connections are closed."""
 ECHO_S = 30.0
 """The longest that one connection is echoed: 1000 round trips of 30 ms."""
-MAX_WAIT_S = 5.0
-"""The longest that a measurement may be asked to wait before it starts."""
+MEASUREMENTS: dict[str, Callable[..., Any]] = {
+    "rtt": measure.round_trips,
+    "goodput": measure.goodput,
+    "packets": packet_series,
+}
+"""What a survey may ask for. The other keys of its request are their arguments."""
 MEASURE_TIMEOUT_S = measure.MAX_SECONDS + 2 * measure.GRACE_S
 
 
-class ProbeAgent:
+class ProbeAgent(Closing):
     """Serves in threads until closed. `address` is where it listens (port 0 takes a free one)."""
 
     def __init__(self, host: str, port: int, token: str) -> None:
@@ -53,12 +59,6 @@ class ProbeAgent:
             self._server.shutdown(socket.SHUT_RDWR)
         self._server.close()
         self._thread.join(5)
-
-    def __enter__(self) -> ProbeAgent:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _accept(self) -> None:
         while True:
@@ -91,7 +91,7 @@ class ProbeAgent:
             send_json(sock, measure.receive(sock, float(request.get("seconds", 1.0))))
         elif do == "acks":
             answer_blocks(sock, float(request["seconds"]), int(request["block_bytes"]))
-        elif do in ("rtt", "goodput", "packets"):
+        elif isinstance(do, str) and do in MEASUREMENTS:
             sock.settimeout(MEASURE_TIMEOUT_S)
             try:
                 answer = self._measure(request)
@@ -102,15 +102,9 @@ class ProbeAgent:
             send_json(sock, {"error": f"unknown request {do!r}: use the same release on both ends"})
 
     def _measure(self, request: dict[str, Any]) -> dict[str, Any]:
-        host, port = request["address"]
-        target = (str(host), int(port))
-        if request["do"] == "rtt":
-            return asdict(measure.round_trips(target, self._token, int(request["count"])))
-        if request["do"] == "packets":
-            return packet_series(target, self._token, float(request["seconds"]), int(request["block_bytes"]))
-        streams, seconds, max_bytes = int(request["streams"]), float(request["seconds"]), int(request["max_bytes"])
-        wait_s = min(MAX_WAIT_S, float(request.get("wait_s", 0.0)))
-        return asdict(measure.goodput(target, self._token, streams, seconds, max_bytes=max_bytes, wait_s=wait_s))
+        host, port = request.pop("address")
+        found: Any = MEASUREMENTS[request.pop("do")]((str(host), int(port)), self._token, **request)
+        return found if isinstance(found, dict) else asdict(found)
 
 
 def ask(address: tuple[str, int], token: str, request: dict[str, Any]) -> dict[str, Any]:

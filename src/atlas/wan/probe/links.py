@@ -72,7 +72,7 @@ def _comments(found: LinkMeasurement) -> list[str]:
     lines = [
         f"# measured {when}; RTT ms min {rtt.min_s * 1e3:.2f}, median {rtt.median_s * 1e3:.2f}, "
         f"p95 {rtt.p95_s * 1e3:.2f}, jitter {rtt.jitter_s * 1e3:.2f}",
-        f"# Gbit/s by streams: {there}; {found.streams} fill it"
+        f"# Gbit/s by streams: {there}; {found.streams} streams fill the path"
         + ("" if found.window_limited else f"; the window is at least {found.window_bytes} bytes"),
         f"# other direction: {back}" + (", slower" if _less(found.back_bps, found.there_bps) else ""),
     ]
@@ -138,7 +138,7 @@ def drift(assumed: Mapping[frozenset[str], LinkFigures], measured: Iterable[Link
             now = now._replace(window_bytes=None)
         then = assumed.get(frozenset(found.between))
         if then is None:
-            warnings.append(f"{name}: measured, but the plan has no such link")
+            warnings.append(f"{name}: measured, but the file has no such link")
             continue
         warnings += [f"{name}: {text}" for text in _changes(then, now)]
     return warnings

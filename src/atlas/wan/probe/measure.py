@@ -28,6 +28,8 @@ PING_GAP_S = 0.004
 """Between two pings, so that they do not queue behind each other."""
 MAX_PINGS, MAX_STREAMS, MAX_SECONDS, MAX_BYTES = 1000, 64, 30.0, 4_000_000_000
 """What an agent does for one request at most."""
+MAX_WAIT_S = 5.0
+"""The longest that a transfer may be asked to wait before it starts."""
 BLOCK_BYTES = 256 * 1024
 NOTSENT_BYTES = 128 * 1024
 """Unsent bytes in the kernel: without a bound, a stream continues for seconds after its time."""
@@ -84,7 +86,7 @@ def goodput(
     """Sends on `streams` connections at once for `seconds`, or until `max_bytes` are sent."""
     streams, seconds = max(1, min(streams, MAX_STREAMS)), max(0.1, min(seconds, MAX_SECONDS))
     max_bytes = min(max_bytes, MAX_BYTES)
-    deadline = time.monotonic() + wait_s
+    deadline = time.monotonic() + min(wait_s, MAX_WAIT_S)
     socks = [connect(address, token) for _ in range(streams)]
     try:
         for sock in socks:
@@ -103,8 +105,7 @@ def goodput(
 def _send(sock: socket.socket, seconds: float, max_bytes: int) -> dict[str, Any]:
     block = memoryview(os.urandom(BLOCK_BYTES))  # random, because a middlebox could compress zeros
     sock.settimeout(seconds + GRACE_S)
-    if lowat := getattr(socket, "TCP_NOTSENT_LOWAT", None):
-        sock.setsockopt(socket.IPPROTO_TCP, lowat, NOTSENT_BYTES)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, NOTSENT_BYTES)
     sent, deadline = 0, time.monotonic() + seconds
     while sent < max_bytes and time.monotonic() < deadline:
         sent += sock.send(block[: min(BLOCK_BYTES, max_bytes - sent)])
@@ -142,7 +143,7 @@ def _steady(answers: list[dict[str, Any]], streams: int, seconds: float) -> Good
     last = min(*ends, max(starts) + round(seconds * STEADY_UNTIL * 1e9 / BIN_NS)) if ends else 0
     first = max(starts) + (last - max(starts)) // 2
     if last - first < MIN_BINS:
-        raise ProbeError(f"the transfer was over too soon to be timed ({seconds:g} s). Allow more time or more bytes")
+        raise ProbeError(f"the transfer was over too soon to be timed ({seconds:g} s). Raise --max-mb")
     taken_s = (last - first) * BIN_NS / 1e9
     return Goodput(streams, _slope_bps(total, first, last), taken_s, sum(total.values()))
 

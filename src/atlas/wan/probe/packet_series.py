@@ -9,18 +9,16 @@ from __future__ import annotations
 import os
 import select
 import socket
-import struct
 import time
 from typing import Any
 
 from atlas.wan.probe.wire import ProbeError, connect, send_json
+from atlas.wan.transport.stream import tcp_facts
 
 MAX_SECONDS, MAX_ROWS = 30.0, 40_000
 MIN_BLOCK, MAX_BLOCK = 1448, 1 << 20
 GRACE_S = 15.0
 LOST = -1
-_TOTAL_RETRANS_AT = 100
-"""Offset of tcpi_total_retrans in Linux's struct tcp_info."""
 
 
 def packet_series(address: tuple[str, int], token: str, seconds: float, block_bytes: int) -> dict[str, Any]:
@@ -29,8 +27,7 @@ def packet_series(address: tuple[str, int], token: str, seconds: float, block_by
     with connect(address, token) as sock:
         send_json(sock, {"do": "acks", "seconds": seconds, "block_bytes": block_bytes})
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if lowat := getattr(socket, "TCP_NOTSENT_LOWAT", None):
-            sock.setsockopt(socket.IPPROTO_TCP, lowat, block_bytes)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, block_bytes)
         return _timed_blocks(sock, seconds, block_bytes)
 
 
@@ -84,8 +81,5 @@ def answer_blocks(sock: socket.socket, seconds: float, block_bytes: int) -> None
 
 def _retransmits(sock: socket.socket) -> int:
     """Segments that the kernel has sent again, or 0 where it does not say."""
-    try:
-        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TOTAL_RETRANS_AT + 4)
-    except (OSError, AttributeError):
-        return 0
-    return int(struct.unpack_from("=I", info, _TOTAL_RETRANS_AT)[0]) if len(info) > _TOTAL_RETRANS_AT else 0
+    facts = tcp_facts(sock)
+    return 0 if facts is None else facts.num_retransmits

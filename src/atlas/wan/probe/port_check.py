@@ -118,7 +118,7 @@ def _write(stream: SocketStream, mine: Greeting, payload: memoryview, deadline: 
 def reason(error: BaseException, timeout_s: float) -> str:
     """Why a port was not reached, and what usually causes it."""
     if isinstance(error, ConnectionRefusedError):
-        return "refused: nothing listens behind it. Is this the range that the NAT or firewall forwards (--ports)?"
+        return "refused: nothing listens behind it. Check that --ports is the range that the NAT or firewall forwards"
     if isinstance(error, socket.gaierror):
         return "the name does not resolve here"
     if isinstance(error, TimeoutError):

@@ -49,7 +49,6 @@ class LinkMeasurement:
     alone_bps: tuple[float, ...]
     together_bps: tuple[float, ...]
     """By node pair, with the number of streams that fills the path. Empty if there is only one pair."""
-    taken_s: float
     at: float = field(default_factory=time.time)
     """Unix time at the end of the measurement."""
 
@@ -137,7 +136,6 @@ class Survey:
 
     def link(self, a: str, b: str) -> LinkMeasurement:
         """Measures one pair of datacenters."""
-        began = time.monotonic()
         pairs = list(zip(self._nodes(a), self._nodes(b), strict=False))[:MAX_PAIRS]
         rtt = self.rtt(*pairs[0])
         seconds = min(MAX_S, max(self.min_s, TRIPS * rtt.median_s))
@@ -150,8 +148,7 @@ class Survey:
         if len(pairs) > 1:
             alone = [self.goodput(*pair, streams, seconds).bps for pair in pairs]
             together = self._together(pairs, streams, seconds)
-        taken_s = time.monotonic() - began
-        return LinkMeasurement((a, b), rtt, sweep, back, tuple(alone), tuple(together), taken_s)
+        return LinkMeasurement((a, b), rtt, sweep, back, tuple(alone), tuple(together))
 
     def _sweep(self, src: str, dst: str, seconds: float) -> tuple[Goodput, ...]:
         found: list[Goodput] = []

@@ -33,6 +33,8 @@ class HungUpError(ProbeError):
 
 
 def require_token(token: str) -> str:
+    if not token:
+        raise AtlasError("a probe needs a token. Give --token-file FILE or $ATLAS_PROBE_TOKEN, the same on every host")
     if len(token) < MIN_TOKEN_CHARS:
         raise AtlasError(
             f"the probe's token has {len(token)} characters: at least {MIN_TOKEN_CHARS} are needed. "

@@ -82,14 +82,15 @@ def make_node(
 
 
 def expires(cert_file: Path) -> dt.datetime:
-    return _validity(cert_file)[1]
+    end: dt.datetime = _read(cert_file).not_valid_after_utc
+    return end
 
 
 def require_current(folder: Path, datacenter: str) -> None:
     """Raises AtlasError if a certificate of the datacenter, or the CA's, is not valid now."""
     now = dt.datetime.now(dt.UTC)
     for file in _files_of(folder, datacenter):
-        start, end = _validity(file)
+        start, end = _read(file).not_valid_before_utc, expires(file)
         if not start <= now <= end:
             since = (
                 f"expired on {end:%Y-%m-%d %H:%M} UTC" if now > end else f"is valid from {start:%Y-%m-%d %H:%M} UTC on"
@@ -105,7 +106,7 @@ def expiry_warnings(folder: Path | None, datacenter: str) -> list[str]:
     if folder is None:
         return []
     now = dt.datetime.now(dt.UTC)
-    left = {file: _validity(file)[1] - now for file in _files_of(folder, datacenter)}
+    left = {file: expires(file) - now for file in _files_of(folder, datacenter)}
     return [
         f"warning: {file} {f'expires in {time.days} days' if time > dt.timedelta(0) else 'has expired'}: make a new "
         "one with `atlas wan certs` and copy it there"
@@ -117,13 +118,13 @@ def expiry_warnings(folder: Path | None, datacenter: str) -> list[str]:
 def described(folder: Path | None, datacenter: str) -> dict[str, dict[str, Any]]:
     """By file: the names and the end of each certificate that a launcher of this datacenter uses."""
     files = [] if folder is None else _files_of(folder, datacenter)
-    return {file.name: {"names": names_of(file), "until": _validity(file)[1].isoformat()} for file in files}
+    return {file.name: {"names": names_of(file), "until": expires(file).isoformat()} for file in files}
 
 
 def names_of(cert_file: Path) -> list[str]:
     """The nodes that a certificate is for."""
     x509, _, _, _ = _x509()
-    found = x509.load_pem_x509_certificate(cert_file.read_bytes())
+    found = _read(cert_file)
     try:
         names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:
@@ -148,13 +149,12 @@ def _files_of(folder: Path, datacenter: str) -> list[Path]:
     return [file for file in found if file.exists()]
 
 
-def _validity(cert_file: Path) -> tuple[dt.datetime, dt.datetime]:
+def _read(cert_file: Path) -> Any:
     x509, _, _, _ = _x509()
     try:
-        found = x509.load_pem_x509_certificate(cert_file.read_bytes())
+        return x509.load_pem_x509_certificate(cert_file.read_bytes())
     except (OSError, ValueError) as error:
         raise AtlasError(f"{cert_file}: not a certificate ({error}). Make one with `atlas wan certs`") from None
-    return found.not_valid_before_utc, found.not_valid_after_utc
 
 
 def _usage(x509: Any, *, sign_certificates: bool) -> Any:

@@ -16,7 +16,7 @@ import stat
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import IntEnum
 from pathlib import Path
 from typing import TypeVar
 
@@ -47,12 +47,15 @@ class Credentials:
         return cls(folder / "ca.pem", folder / f"{stem}.pem", folder / f"{stem}.key")
 
 
-class Protection(Enum):
-    """Of the bytes after the handshake."""
+class Protection(IntEnum):
+    """Of the bytes after the handshake. The values are those of a preamble (`transport.wire`)."""
 
-    PLAIN = "neither end has a certificate"
-    AUTHENTICATED = "both ends have proved their names; the bytes are not encrypted"
-    ENCRYPTED = "both ends have proved their names; the bytes are encrypted"
+    PLAIN = 0x50
+    """Neither end has a certificate."""
+    AUTHENTICATED = 0x41
+    """Both ends prove their names in a TLS handshake; later bytes are plain."""
+    ENCRYPTED = 0x53
+    """Both ends prove their names, and all bytes are encrypted."""
 
 
 class Security:
@@ -172,8 +175,8 @@ def require_name(certificate: object, name: str) -> None:
 
 
 CLOSED = (
-    "the peer closed the connection during the handshake: does one side require certificates that the other lacks, or "
-    "trust a network that the other does not?"
+    "the peer closed the connection during the handshake. Check that both sides have certificates, or that both "
+    "trust the network between them"
 )
 
 

@@ -61,6 +61,8 @@ class Acceptor:
         self._lock = threading.Lock()
         self._handshakes: dict[socket.socket, float] = {}
         """The sockets of handshakes that have not ended, and when these began. The oldest first."""
+        self._threads: list[threading.Thread] = []
+        """Those that run `admit`, and perhaps some that have ended."""
         self._closing = False
         self._allowance, self._allowance_at = float(BURST_ACCEPTS), time.monotonic()
         self._thread = threading.Thread(target=self._run, daemon=True, name="atlas wan acceptor")
@@ -75,9 +77,18 @@ class Acceptor:
         self._closing = True
         self._wake_in.send(b"x")
         self._thread.join()
+        with self._lock:
+            for sock in self._handshakes:
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)  # ends its thread
         for sock in [*self._pending, *self._listeners, self._wake_in, self._wake_out]:
             sock.close()
         self._selector.close()
+
+    def join(self, timeout_s: float) -> None:
+        """Waits, after `close`, until every `admit` has returned, also those that have just begun."""
+        for thread in self._threads:
+            thread.join(timeout_s)
 
     def _run(self) -> None:
         while not self._closing:
@@ -153,6 +164,8 @@ class Acceptor:
         except RuntimeError:  # the system's limit of threads: there may be some later
             self.handshake_done(sock)
             sock.close()
+            return
+        self._threads = [*filter(threading.Thread.is_alive, self._threads), thread]
 
     def _drop_late(self) -> None:
         now = time.monotonic()

@@ -129,6 +129,8 @@ class Channel:
         if (before := slot.stream) is not None:
             before.abort()
         slot.dialled.put((stream, theirs))
+        if self._closing.is_set():  # the slot's thread may have ended since `may_adopt`
+            slot.close_dialled()
         return True
 
     @property
@@ -199,6 +201,8 @@ class Channel:
         except Exception as error:  # a bug: without this, the stream is not replaced and waits do not end
             self.fail(f"stream {slot.index} failed with {type(error).__name__}: {error}")
             raise
+        finally:
+            slot.close_dialled()
 
     def _connect_and_serve(self, slot: StreamSlot) -> None:
         pause = RetryPause(LONGEST_RETRY_S)

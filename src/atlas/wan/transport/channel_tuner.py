@@ -30,7 +30,7 @@ RAISED = 1.5
 PAUSED_TRIPS = 0.25
 """Round trips after which the chunks of a paused stream are sent on another."""
 HEDGE_S, HEDGE_TRIPS = 0.15, 3
-"""An answer is late after this time plus this many usual ones. Sending again sooner aborted healthy streams."""
+"""An answer is late after this time plus this many usual ones. Sending sooner wastes bandwidth on healthy paths."""
 PONG_WAIT_S, PONG_TRIPS = 0.05, 3
 """Wait for the first pongs, which give a better round trip than the greetings: so many round trips, at most so long."""
 DRAIN_POLL_S = 0.005

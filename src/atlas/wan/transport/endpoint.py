@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from atlas.errors import AtlasError, WorkerError
+from atlas.lifetime import Closing
 from atlas.wan.security.credentials import Security, datacenter_of
 from atlas.wan.transport.acceptor import Acceptor
 from atlas.wan.transport.base import Address, Buffer, Handle, Key, Transport, view_of, writable_view_of
@@ -45,7 +46,7 @@ MAX_OWN_DIALERS = 8
 Consumer = Callable[[Key, memoryview], None]
 
 
-class Endpoint(Transport):
+class Endpoint(Transport, Closing):
     """Listens from the start, at `address`. Then `connect` to peers, `send`, `recv`, `close`."""
 
     def __init__(
@@ -155,22 +156,13 @@ class Endpoint(Transport):
         dialers = list(self._dialers.values())
         for dialer in dialers:
             dialer.close()
-        with self._lock:
-            threads = list(self._threads)
         self._inbound.close()
-        for thread in threads:
-            thread.join(self.settings.handshake_s)
+        self._acceptor.join(self.settings.handshake_s)
         for dialer in dialers:
             dialer.join(self.settings.handshake_s)
         self._shared.close(self.settings.handshake_s)
         for inbox in list(self._inboxes.values()):
             inbox.fail(WorkerError(f"{self.name} was closed"))
-
-    def __enter__(self) -> Endpoint:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def is_sending(self, besides: Collection[int] = ()) -> bool:
         """Whether anything is to be sent or acknowledged on lanes other than these."""
@@ -209,10 +201,9 @@ class Endpoint(Transport):
         light = kind is ChannelKind.LIGHT
         if self.settings.num_streams is not None and not light:
             return Channel(*arguments)
-        share = self._budget.outgoing(kind)
-        if share.is_shared:
+        if not (num_streams := self._budget.outgoing(kind)):
             return SharedChannel(*arguments, threads=self._shared)
-        return Channel(*arguments, light=light, num_streams=share.num_streams)
+        return Channel(*arguments, light=light, num_streams=num_streams)
 
     def kind_of(self, peer: str, *, light: bool = False, mesh: bool = False) -> ChannelKind:
         if light:

@@ -20,16 +20,7 @@ from atlas.wan.security.credentials import PlainExchange, Protection, Security, 
 from atlas.wan.transport.base import Address
 from atlas.wan.transport.stream import SocketStream
 from atlas.wan.transport.unix_sockets import can_be_unix, dial_unix, peer_host
-from atlas.wan.transport.wire import (
-    AUTHENTICATED,
-    ENCRYPTED,
-    GREETING_BYTES,
-    PLAIN,
-    Greeting,
-    pack_greeting,
-    preamble,
-    unpack_greeting,
-)
+from atlas.wan.transport.wire import GREETING_BYTES, Greeting, pack_greeting, preamble, unpack_greeting
 
 
 class Answer(IntEnum):
@@ -55,12 +46,6 @@ REASONS: dict[int, str] = {
     Answer.NOT_READY: "it has nothing to send on this lane yet",
 }
 RETRY = (Answer.NEW_EPOCH, Answer.FULL, Answer.NOT_READY)
-MODES = {
-    Protection.PLAIN: PLAIN,
-    Protection.AUTHENTICATED: AUTHENTICATED,
-    Protection.ENCRYPTED: ENCRYPTED,
-}
-PROTECTIONS = {mode: protection for protection, mode in MODES.items()}
 CONFIRM = b"\1"
 FIRST_RETRY_S = 0.02
 """Pause after the first failure to connect."""
@@ -119,7 +104,7 @@ def dial(
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         protection = security.protection(peer_host(sock), mine.name, mine.peer)
         exchange, secret = PlainExchange(sock, deadline), b""
-        exchange.write(preamble(MODES[protection]))
+        exchange.write(preamble(protection))
         if protection is not Protection.PLAIN:
             exchange = TlsExchange(exchange, security.client_context, server_side=False)
             require_name(exchange.certificate, mine.peer)
@@ -163,7 +148,7 @@ def receive(
     timeout_s: float,
 ) -> tuple[SocketStream, Greeting] | None:
     """The listener's side, after the preamble. None if the greeting was refused. The caller closes the socket."""
-    exchange, secret, protection = PlainExchange(sock, time.monotonic() + timeout_s), b"", PROTECTIONS[mode]
+    exchange, secret, protection = PlainExchange(sock, time.monotonic() + timeout_s), b"", Protection(mode)
     host = peer_host(sock)
     if protection is Protection.PLAIN and not security.accepts(protection, host, "", ""):
         raise WorkerError("a plain connection from outside the trusted networks, or to a node with a certificate")

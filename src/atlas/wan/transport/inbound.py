@@ -11,7 +11,7 @@ import time
 
 from atlas.errors import WorkerError
 from atlas.wan.transport.base import ZERO_TAG, Tag
-from atlas.wan.transport.inbox import Inbox, MessageRefusedError
+from atlas.wan.transport.inbox import ChunkBusyError, Inbox, MessageRefusedError
 from atlas.wan.transport.settings import TransportSettings
 from atlas.wan.transport.stream import SocketStream
 from atlas.wan.transport.wire import (
@@ -89,23 +89,36 @@ class Inbound:
         return True
 
     def _receive(self, header: FrameHeader) -> None:
+        copy: bytearray | None = None
         try:
-            view = self.inbox.claim(self, header)
+            try:
+                view = self.inbox.claim(self, header)
+            except ChunkBusyError:  # the sender sent it on a second stream, because the answer of the first is late
+                copy = bytearray(header.num_bytes)
+                self.stream.read_into(memoryview(copy))
+                view = self.inbox.claim(self, header, has_copy=True)
         except MessageRefusedError as refused:
-            self.stream.discard(header.num_bytes)
+            self._discard(header, copy)
             self.send_record(RecordKind.FAILED, header.number, refused.why)
             self.send_record(RecordKind.FREED, self.inbox.freed_bytes)
             return
         if view is None:
-            self.stream.discard(header.num_bytes)
+            self._discard(header, copy)
             self.send_record(RecordKind.ACK, header.number, header.offset)
             return
         filled = completed = False
         try:
-            self.stream.read_into(view)
+            if copy is None:
+                self.stream.read_into(view)
+            else:
+                view[:] = copy
             filled = True
         finally:
             completed = self.inbox.settle(header, filled=filled)
         self.send_record(RecordKind.ACK, header.number, header.offset)
         if completed:
             self.inbox.complete(header)
+
+    def _discard(self, header: FrameHeader, copy: bytearray | None) -> None:
+        if copy is None:
+            self.stream.discard(header.num_bytes)

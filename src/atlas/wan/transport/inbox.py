@@ -1,9 +1,10 @@
 """What arrives from one peer on one lane: every byte once, directly into the posted buffer, or else into bounded
 staging.
 
-Chunks arrive in any order, on any stream, perhaps twice. A stream claims a chunk before it writes. A second claim
-aborts the stream that made the first (its sender has replaced it) and waits until that stream has settled, so no stream
-writes into memory that was handed over. Knows no sockets: streams claim, fill and settle.
+Chunks arrive in any order, on any stream, perhaps twice. A stream claims a chunk before it writes. If another stream is
+receiving the chunk, the second copy is read into memory of its own, and the copy that is complete first counts. If that
+is the second, the first stream is aborted a moment later, and the second waits until the first has settled, so no
+stream writes into memory that was handed over. Knows no sockets: streams claim, fill and settle.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from atlas.wan.transport.base import Handle, Key, Tag, report, size_error
 from atlas.wan.transport.wire import MAX_POSTED, FrameHeader, RefusalReason
 
 log = logging.getLogger("atlas.wan")
+LATE_COPY_S = 0.25
+"""How long a complete second copy waits for the first before it aborts the first's stream. On a busy host, the thread
+of a healthy stream may wait this long for a core."""
 CLAIM_TIMEOUT_S = 10.0
 """The longest that an aborted stream may take to settle."""
 SMALL, FULL, REPORT = 1 / 64, 1 / 4, 1 / 16
@@ -42,6 +46,10 @@ class MessageRefusedError(Exception):
     def __init__(self, why: RefusalReason) -> None:
         super().__init__(why.name)
         self.why = why
+
+
+class ChunkBusyError(Exception):
+    """Another stream is receiving this chunk: read the copy, then claim again with `has_copy`."""
 
 
 @dataclass(eq=False)
@@ -136,9 +144,10 @@ class Inbox:
         return f"{self.received_bytes} bytes came from {self.peer} so far, the last of them {ago_s:.1f} s ago"
 
     # ---- the streams' side -------------------------------------------------------------------------------------
-    def claim(self, source: Abortable, header: FrameHeader) -> memoryview | None:
-        """Where to put the chunk; None if it arrived before. Raises MessageRefusedError if its message is not
-        accepted."""
+    def claim(self, source: Abortable, header: FrameHeader, *, has_copy: bool = False) -> memoryview | None:
+        """Where to put the chunk; None if it arrived before. Raises MessageRefusedError if its message is not accepted,
+        and ChunkBusyError if another stream is receiving it. `has_copy`: the whole chunk has been read, so the other
+        stream gets a moment and is then aborted."""
         with self._changed:
             while True:
                 arrival = self._find(header)
@@ -151,20 +160,28 @@ class Inbox:
                 if other is None:
                     arrival.claims[header.offset] = source
                     return arrival.view[header.offset : header.offset + header.num_bytes]
-                other.abort()
-                if not self._changed.wait(CLAIM_TIMEOUT_S):
-                    raise WorkerError(f"an earlier stream of {self.peer} did not stop writing a chunk in time")
+                if not has_copy:
+                    raise ChunkBusyError
+                if not self._await_settled(arrival, header.offset, LATE_COPY_S):
+                    other.abort()
+                    if not self._await_settled(arrival, header.offset, CLAIM_TIMEOUT_S):
+                        raise WorkerError(f"an earlier stream of {self.peer} did not stop writing a chunk in time")
+
+    def _await_settled(self, arrival: IncomingMessage, offset: int, timeout_s: float) -> bool:
+        return self._changed.wait_for(lambda: offset not in arrival.claims, timeout_s)
 
     def settle(self, header: FrameHeader, *, filled: bool) -> bool:
         """Ends a claim. True if the message is complete: then call `complete`."""
         with self._changed:
             arrival = self._arriving.get(header.number)
-            self._changed.notify_all()
             tags, self._unannounced = self._unannounced, []
         for tag in tags:
             self.on_posted(tag)
         with self._changed:
-            if arrival is None or arrival.claims.pop(header.offset, None) is None or not filled:
+            if arrival is None or arrival.claims.pop(header.offset, None) is None:
+                return False
+            self._changed.notify_all()
+            if not filled:
                 return False
             arrival.filled.add(header.offset)
             arrival.filled_bytes += header.num_bytes

@@ -233,26 +233,29 @@ class SocketStream:
 
     def facts(self) -> TcpFacts | None:
         """None if the kernel does not report them, or if the stream is closed."""
-        try:
-            with self._owning:
-                if self._closed:
-                    return None
-                raw = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
-        except OSError:
-            return None
-        if len(raw) < TCP_INFO_BYTES:
-            return None
-        words = struct.unpack_from("=24I", raw, 8)
-        mss, rtt_us, cwnd, num_retransmits = words[2], words[15], words[18], words[23]
-        min_rtt_us, num_delivered = (struct.unpack_from("=I", raw, at)[0] for at in (MIN_RTT_AT, DELIVERED_AT))
-        window, twice = mss * cwnd, mss * num_retransmits
-        return TcpFacts(rtt_us / 1e6, min_rtt_us / 1e6, window, cwnd, num_retransmits, twice, mss * num_delivered)
+        with self._owning:
+            return None if self._closed else tcp_facts(self.sock)
 
     @property
     def has_paused(self) -> bool:
         """Whether it sends almost nothing: bbr measures the least delay, or the path was lost."""
         facts = self.facts()
         return facts is not None and facts.window_segments <= BBR_PROBE_SEGMENTS
+
+
+def tcp_facts(sock: socket.socket) -> TcpFacts | None:
+    """None if the kernel does not report them."""
+    try:
+        raw = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
+    except OSError:
+        return None
+    if len(raw) < TCP_INFO_BYTES:
+        return None
+    words = struct.unpack_from("=24I", raw, 8)
+    mss, rtt_us, cwnd, num_retransmits = words[2], words[15], words[18], words[23]
+    min_rtt_us, num_delivered = (struct.unpack_from("=I", raw, at)[0] for at in (MIN_RTT_AT, DELIVERED_AT))
+    window, twice = mss * cwnd, mss * num_retransmits
+    return TcpFacts(rtt_us / 1e6, min_rtt_us / 1e6, window, cwnd, num_retransmits, twice, mss * num_delivered)
 
 
 def _at_least(buffer: bytearray, num_bytes: int) -> tuple[bytearray, memoryview]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from enum import Enum
-from typing import NamedTuple
 
 from atlas.wan.congestion.tuning import NEAR_STREAMS
 
@@ -31,13 +30,6 @@ INBOUND_LIMITS = {ChannelKind.NEAR: 48, ChannelKind.FAR: 64}
 """Streams of peers with a thread of their own. The receiver does not know which are light or of a mesh."""
 
 
-class StreamShare(NamedTuple):
-    """`is_shared`: served by threads that it shares with other channels."""
-
-    num_streams: int
-    is_shared: bool
-
-
 class StreamBudget:
     """Of one endpoint."""
 
@@ -48,23 +40,17 @@ class StreamBudget:
             ChannelKind.MESH: min(NEAR_STREAMS, max_streams),
             ChannelKind.LIGHT: 1,
         }
-        self._expected, self._opened, self._used = (
-            Counter[ChannelKind](),
-            Counter[ChannelKind](),
-            Counter[ChannelKind](),
-        )
+        self._expected, self._opened, self._used = (Counter[ChannelKind]() for _ in range(3))
 
     def expect(self, channels: Mapping[ChannelKind, int]) -> None:
         """So many channels will be opened. Without this, the first ones get more streams than later ones."""
         self._expected = Counter(channels)
 
-    def outgoing(self, kind: ChannelKind) -> StreamShare:
-        """The share of a channel that is being opened."""
+    def outgoing(self, kind: ChannelKind) -> int:
+        """How many streams with threads of their own a channel gets that is being opened; 0: one without."""
         self._opened[kind] += 1
         limit = max(LIMITS[kind], self._wanted[kind])
         share = limit // max(self._expected[kind], self._opened[kind])
-        num_streams = min(self._wanted[kind], share, limit - self._used[kind])
-        if num_streams < 1:
-            return StreamShare(1, is_shared=True)
+        num_streams = max(0, min(self._wanted[kind], share, limit - self._used[kind]))
         self._used[kind] += num_streams
-        return StreamShare(num_streams, is_shared=False)
+        return num_streams

@@ -6,6 +6,7 @@ Thread-safe. Knows no frames and no messages.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import socket
 import threading
@@ -50,6 +51,14 @@ class StreamSlot:
         self._num_unanswered, self._quiet_since = 0, 0.0
         """Frames without an answer so far, and since when nothing was received."""
         self._lock = threading.Lock()
+
+    def close_dialled(self) -> None:
+        """The channel is closed: closes the connections that no thread has taken, and ends the wait for them."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                if (dialled := self.dialled.get_nowait()) is not None:
+                    dialled[0].close()
+        self.dialled.put(None)
 
     def begin(self, stream: SocketStream) -> None:
         with self._lock:

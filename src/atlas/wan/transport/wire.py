@@ -14,13 +14,12 @@ from typing import NamedTuple
 
 from atlas.errors import WorkerError
 from atlas.wan.congestion.tuning import NEAR_CHUNK_BYTES
+from atlas.wan.security.credentials import Protection
 from atlas.wan.transport.base import ZERO_TAG, Tag
 
 VERSION = 3
 PREAMBLE = struct.Struct("!8sBB")
 PREAMBLE_MAGIC, HEADER_MAGIC, RECORD_MAGIC, GREETING_MAGIC = b"ATLASWAN", b"AF", b"AR", b"ATLG"
-PLAIN, AUTHENTICATED, ENCRYPTED = 0x50, 0x41, 0x53
-"""Modes of a connection. AUTHENTICATED: both ends prove their names in a TLS handshake; later bytes are plain."""
 MAX_CHUNK_BYTES = NEAR_CHUNK_BYTES
 """The longest that is ever chosen."""
 MAX_MESSAGE_BYTES = 1 << 36
@@ -117,18 +116,17 @@ class Greeting(NamedTuple):
     """Of a reverse connection: its number, from the dialer; how many there should be, from the listener."""
 
 
-def preamble(mode: int) -> bytes:
-    return PREAMBLE.pack(PREAMBLE_MAGIC, VERSION, mode)
+def preamble(protection: Protection) -> bytes:
+    return PREAMBLE.pack(PREAMBLE_MAGIC, VERSION, protection)
 
 
-def read_preamble(data: bytes) -> int:
-    """The mode: PLAIN, AUTHENTICATED or ENCRYPTED."""
-    magic, version, mode = PREAMBLE.unpack(data)
-    if magic != PREAMBLE_MAGIC or mode not in (PLAIN, AUTHENTICATED, ENCRYPTED):
+def read_preamble(data: bytes) -> Protection:
+    magic, version, protection = PREAMBLE.unpack(data)
+    if magic != PREAMBLE_MAGIC or protection not in tuple(Protection):
         raise WorkerError("the first bytes are not an Atlas preamble")
     if version != VERSION:
         raise WorkerError(f"the peer has protocol version {version}, this side {VERSION}: run the same release on both")
-    return int(mode)
+    return Protection(protection)
 
 
 def _with_checksum(body: bytes) -> bytes:
