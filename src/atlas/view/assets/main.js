@@ -177,11 +177,13 @@ function drawHeading(ctx, item, w) {
     if (!group.folded) { ctx.strokeStyle = Paint.line; ctx.beginPath(); ctx.moveTo(from, y + item.h - 1.5); ctx.lineTo(to, y + item.h - 1.5); ctx.stroke(); }
     if (!first) return;
     ctx.fillStyle = Paint.text; ctx.font = "600 12px system-ui, 'DejaVu Sans', sans-serif";
-    ctx.fillText(clipText(ctx, `${group.folded ? "▸" : "▾"} ${group.name}`, GUTTER - 14), 10, middle);
+    const name = clipText(ctx, `${group.folded ? "▸" : "▾"} ${group.name}`, GUTTER - 14), after = 16 + ctx.measureText(name).width;
+    ctx.fillText(name, 10, middle);
     ctx.fillStyle = Paint.soft; ctx.font = "11px system-ui, 'DejaVu Sans', sans-serif";
-    const what = `${group.rows.length} ${group.what}`;
-    if (group.folded) ctx.fillText(what, 22, middle + (group.links ? 14 : 16));
-    else ctx.fillText(what, GUTTER + 4, middle);
+    const count = `${group.rows.length} ${group.what}`;
+    if (group.folded) ctx.fillText(count, 22, middle + (group.links ? 14 : 16));
+    // Left of the plot, where no line crosses it; the number alone if there is no room for more.
+    else ctx.fillText([count, String(group.rows.length)].find(text => after + ctx.measureText(text).width < GUTTER) || "", after, middle);
   } else if (first) drawRowNames(ctx, item, y);
 }
 
