@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from plan_jobs import job_of, random_job
 
 from atlas.api import PlanSearch, plan
 from atlas.errors import AtlasError, SpecError
+from atlas.planner import breakeven
 from atlas.planner.breakeven import break_even, changed_links
 from atlas.planner.candidate import kind_of
 from atlas.planner.families import Families, find_families
 from atlas.planner.objective import Objective
 from atlas.planner.report import distinct, rows
-from atlas.planner.run import explore, make_plan, start
+from atlas.planner.run import Planned, explore, make_plan, start
 from atlas.planner.verdict import dollars, family_rows, headline, origins
 from atlas.spec import Job, parse_job
 
@@ -83,6 +88,39 @@ def test_break_even_is_between_what_wins_and_what_loses(slow: Families) -> None:
         assert (kind_of(best.winner.candidate) != "one") is wins
     assert "Gbit/s per node pair on (now 5)" in answers["bandwidth"].text
     assert "egress: does not change the speed" in answers["egress"].text
+
+
+def test_a_break_even_without_time_to_narrow_it_down_is_a_range(
+    slow: Families, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exact = break_even(slow, ask=("bandwidth",))[0].value
+    assert exact is not None
+    clock = count(step=2.5)  # each look at the clock is later: there is time for a few plans
+    monkeypatch.setattr(breakeven, "time", SimpleNamespace(process_time=lambda: next(clock)))
+    (answer,) = break_even(slow, ask=("bandwidth",))
+    found = re.fullmatch(
+        r"bandwidth: between ([\d.,]+) and ([\d.,]+) Gbit/s .*no time to narrow it down\)\.", answer.text
+    )
+    assert found is not None, answer.text
+    low, high = (float(one.replace(",", "")) for one in found.groups())
+    assert low < exact < high
+
+
+def test_kinds_of_plans_that_lose_with_the_best_links_are_not_planned_again(
+    slow: Families, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def make(job: Job, *, kind: str, **options: Any) -> Planned:
+        asked.append(kind)
+        found: Planned = make_plan(job, kind=kind, **options)
+        return replace(found, winner=slow.alone) if kind == "data" and slow.alone else found
+
+    monkeypatch.setattr(breakeven, "make_plan", make)
+    (answer,) = break_even(slow, ask=("bandwidth",))
+    assert answer.value is not None
+    assert asked.count("pipeline") > 2
+    assert asked.count("data") == 1
 
 
 def test_low_communication_is_a_row_that_says_it_is_not_run(slow: Families) -> None:

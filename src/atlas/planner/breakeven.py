@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -26,7 +26,7 @@ STEPS = 6
 WIDEST = 256.0
 """The largest factor on a figure that is tried."""
 MOST_S = 13.0
-"""CPU time of all searches together. Answers that are not found by then are reported as such."""
+"""CPU time of all searches together. A question whose share of it is used up is answered by a range."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,20 @@ class BreakEven:
     """The answer as a sentence."""
 
 
+ACROSS = ("pipeline", "data")
+"""The kinds of plans over several regions; the one that wins more often first."""
+
+
+@dataclass(frozen=True)
+class _Edge:
+    """The verdict changes between two factors; `near` is the one with today's verdict."""
+
+    near: float
+    far: float
+    is_exact: bool
+    """Whether all steps were made, so that `far` is within about 10 %."""
+
+
 @dataclass
 class _Asker:
     """Compares one region with several regions after a figure of the job was changed."""
@@ -48,6 +62,7 @@ class _Asker:
     families: Families
     tick: Tick | None
     until: float
+    """CPU time at which the current question is given up."""
     searched: float = 1.0
     """What a searched order saves, as a factor."""
     asked: int = 0
@@ -77,8 +92,9 @@ class _Asker:
         by = self.searched if kind == "pipeline" else 1.0
         return score(self.planned, found.winner) * by
 
-    def together_wins(self, job: Job, alone: float) -> bool:
-        return self.best(job, "pipeline") < alone or self.best(job, "data") < alone
+    def winners(self, job: Job, alone: float, kinds: Iterable[str] = ACROSS) -> Iterator[str]:
+        """The kinds of these whose best plan beats one region."""
+        return (kind for kind in kinds if self.best(job, kind) < alone)
 
 
 def break_even(
@@ -89,7 +105,8 @@ def break_even(
     alone, together = families.alone, families.together
     if alone is None or together is None or planned.objective.has_limits:
         return []
-    asker = _Asker(families, tick, time.process_time() + MOST_S)
+    end = time.process_time() + MOST_S
+    asker = _Asker(families, tick, end)
     try:
         plain = asker.best(planned.job, "pipeline")
         if kind_of(together.candidate) == "pipeline" and math.isfinite(plain):
@@ -99,9 +116,11 @@ def break_even(
     wins = score(planned, together) < score(planned, alone)
     found = []
     questions = {"bandwidth": _bandwidth, "latency": _latency, "gpus": _gpus, "egress": _egress}
-    for what, question in ((what, questions[what]) for what in ask):
+    for left, what in zip(range(len(ask), 0, -1), ask, strict=True):
+        now = time.process_time()
+        asker.until = now + (end - now) / left
         try:
-            found.append(question(asker, wins))
+            found.append(questions[what](asker, wins))
         except TimeoutError:
             found.append(BreakEven(what, None, f"{what}: not found within {MOST_S:g} s of CPU time."))
         except KeyboardInterrupt:
@@ -109,40 +128,61 @@ def break_even(
     return found
 
 
-def _edge(wins_at: Callable[[float], bool], wins: bool, far: float) -> float | None:
-    """The factor between 1 and `far` at which the verdict changes, on its far side; None where it does not."""
+def _edge(wins_at: Callable[[float], bool], wins: bool, far: float) -> _Edge | None:
+    """Where between the factors 1 and `far` the verdict changes; None where it does not."""
     if wins_at(far) == wins:
         return None
     near = 1.0
     for _ in range(STEPS):
         middle = math.sqrt(near * far)
-        near, far = (middle, far) if wins_at(middle) == wins else (near, middle)
-    return far
+        try:
+            near, far = (middle, far) if wins_at(middle) == wins else (near, middle)
+        except TimeoutError:
+            return _Edge(near, far, is_exact=False)
+    return _Edge(near, far, is_exact=True)
+
+
+def _link_edge(asker: _Asker, wins: bool, far: float, job_at: Callable[[float], Job]) -> _Edge | None:
+    """The same for links: a kind of plan that loses with better links loses with worse ones, and is not asked again."""
+    scores = {kind: score(asker.planned, judged) for kind, judged in asker.families.best.items()}
+    kinds = [kind for kind in ACROSS if not wins or scores.get(kind, math.inf) < asker.alone_score]
+
+    def wins_at(factor: float) -> bool:
+        winners = asker.winners(job_at(factor), asker.alone_score, kinds)
+        if factor == far and not wins:  # the best links that are tried
+            kinds[:] = list(winners)
+            return bool(kinds)
+        return any(winners)
+
+    return _edge(wins_at, wins, far)
 
 
 def _bandwidth(asker: _Asker, wins: bool) -> BreakEven:
-    def wins_at(factor: float) -> bool:
-        return asker.together_wins(changed_links(asker.planned.job, gbps=factor), asker.alone_score)
-
-    edge = _edge(wins_at, wins, 1 / WIDEST if wins else WIDEST)
-    now = min(route.pair_gbps for route in _routes(asker.planned.job))
+    job = asker.planned.job
+    edge = _link_edge(asker, wins, 1 / WIDEST if wins else WIDEST, lambda factor: changed_links(job, gbps=factor))
+    now = min(route.pair_gbps for route in _routes(job))
     if edge is None:
         return BreakEven("bandwidth", None, _never("bandwidth", "Gbit/s per node pair", now, wins, 1 / WIDEST, WIDEST))
-    word = "below" if wins else "from"
-    text = f"bandwidth: {word} {_round(edge * now)} Gbit/s per node pair{'' if wins else ' on'} (now {now:g})"
-    return BreakEven("bandwidth", edge * now, f"{text}.")
+    where = f"below {_round(edge.far * now)}" if wins else f"from {_round(edge.far * now)}"
+    after = "" if wins else " on"
+    return _answer("bandwidth", edge, now, f"{where} Gbit/s per node pair{after} (now {now:g})", "Gbit/s per node pair")
 
 
 def _latency(asker: _Asker, wins: bool) -> BreakEven:
-    def wins_at(factor: float) -> bool:
-        return asker.together_wins(changed_links(asker.planned.job, latency=factor), asker.alone_score)
-
-    edge = _edge(wins_at, wins, WIDEST if wins else 1 / WIDEST)
-    now = max(route.latency_ms for route in _routes(asker.planned.job))
+    job = asker.planned.job
+    edge = _link_edge(asker, wins, WIDEST if wins else 1 / WIDEST, lambda factor: changed_links(job, latency=factor))
+    now = max(route.latency_ms for route in _routes(job))
     if edge is None:
         return BreakEven("latency", None, _never("latency", "ms one way", now, wins, WIDEST, 1 / WIDEST))
-    word = "above" if wins else "below"
-    return BreakEven("latency", edge * now, f"latency: {word} {_round(edge * now)} ms one way (now {now:g}).")
+    where = f"{'above' if wins else 'below'} {_round(edge.far * now)} ms one way (now {now:g})"
+    return _answer("latency", edge, now, where, "ms one way")
+
+
+def _answer(what: str, edge: _Edge, now: float, where: str, unit: str) -> BreakEven:
+    if not edge.is_exact:
+        low, high = sorted((edge.near * now, edge.far * now))
+        where = f"between {_round(low)} and {_round(high)} {unit} (now {now:g}; no time to narrow it down)"
+    return BreakEven(what, edge.far * now, f"{what}: {where}.")
 
 
 def _gpus(asker: _Asker, wins: bool) -> BreakEven:
@@ -162,7 +202,7 @@ def _gpus(asker: _Asker, wins: bool) -> BreakEven:
 
     def wins_at(factor: float) -> bool:
         job = job_of(factor)
-        return asker.together_wins(job, asker.best(job, "one"))
+        return any(asker.winners(job, asker.best(job, "one")))
 
     most = WIDEST / 4
     edge = _edge(wins_at, wins, 1 / dc.nodes if wins else most)
@@ -171,8 +211,11 @@ def _gpus(asker: _Asker, wins: bool) -> BreakEven:
         if wins:
             return BreakEven("gpus", None, f"GPUs in {dc.name}: worth it from the first node on (now {now}).")
         return BreakEven("gpus", None, f"GPUs in {dc.name}: up to {now * most:,.0f} do not change it (now {now}).")
-    count = max(1, round(dc.nodes * edge)) * dc.gpus_per_node
+    near, count = (max(1, round(dc.nodes * factor)) * dc.gpus_per_node for factor in (edge.near, edge.far))
     word = f"with {count:,} or fewer" if wins else f"from {count:,} on"
+    if not edge.is_exact:
+        low, high = sorted((near, count))
+        return BreakEven("gpus", float(count), f"GPUs in {dc.name}: between {low:,} and {high:,} (now {now:,}).")
     return BreakEven("gpus", float(count), f"GPUs in {dc.name}: {word} (now {now:,}).")
 
 
