@@ -56,7 +56,7 @@ SCHEDULES: dict[str, Schedule] = {
         ),
         Schedule(
             "1f1b-eager",
-            "1F1B with a warm-up as long as the round trip through the pipeline, within memory; used to compare plans",
+            "1F1B with a longer warm-up, the fastest of a fixed set within memory; used to compare plans",
             eager_of,
             shares=True,
         ),
