@@ -25,9 +25,9 @@ class Runtime:
     """Every GPU of a tp group sends the whole activation. Otherwise each sends its part of it."""
     packs_replicas: bool
     """Replicas of a stage fill node after node, so that their gradient ring has the nodes' network to itself.
-    Otherwise they are spread over all nodes, and the stages of a node divide its network."""
+    Otherwise pipelines do, and the rings of a node's stages divide its network."""
     uses_peer_links: bool
-    """Stages in one node hand activations on over NVLink or PCIe, not over the node's network."""
+    """Stages hand activations on over NVLink or PCIe, not over the node's network, if a plan fits in one node."""
     splits_evenly: bool
     """Every stage has the same number of layers, where they divide."""
     fused_attention: bool
