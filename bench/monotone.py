@@ -5,6 +5,8 @@
     python bench/monotone.py --first 40 --sweeps 20   sweeps 40 to 59 only
     python bench/monotone.py --seed 7                 other jobs
     python bench/monotone.py --part plan              one part of it: simulate or plan
+    python bench/monotone.py --wide                   jobs of every kind (common/wide_jobs.py)
+    python bench/monotone.py --wide --show 17         print the job of sweep 17 as YAML, with its command
 
 Random jobs and the examples; one key of each is swept over five values. Of three sweeps in a row two are of
 `simulate`: latency and bandwidth of the WAN under every schedule that is meant to be monotone, and `atlas` compared
@@ -13,6 +15,11 @@ or bandwidth, and the
 figure of the plan. Both call what the commands call. A sweep is a violation where a better value takes more than
 0.1 % longer than any worse one. Each sweep draws from its own generator, so a range gives the same sweeps in any
 process; its JSON line has the values and the seconds. No time is measured, so sweeps may run beside each other.
+
+Without `--wide` a job has one A100 a node and two to four datacenters of eight nodes; a seed gives the same sweeps as
+ever. With `--wide` datacenters differ in GPU type, GPUs a node, nodes and links, tp is 1 to 8, models have 1B to 70B
+parameters, and other runtimes are simulated. Both parts then sweep nodes, memory, latency, bandwidth and the network of
+one datacenter; `simulate` keeps the placement while nodes change.
 """
 
 from __future__ import annotations
@@ -30,7 +37,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 from common.report import Report
+from common.wide_jobs import wide_sweep
 
 from atlas.errors import AtlasError
 from atlas.evaluate import evaluate_all
@@ -96,8 +105,9 @@ class Tally:
     lost: int = 0
     """Cases in which `atlas` took longer than another schedule within the same memory."""
     most_lost: float = 1.0
-    behind_interleaved: int = 0
-    """Cases in which interleaved 1F1B, which cuts every stage in two, is faster than `atlas`, which does not."""
+    cases: int = 0
+    ahead: list[float] = field(default_factory=list)
+    """`atlas` / interleaved 1F1B, which cuts every stage in two, where that is faster within the same memory."""
 
     def add(self, better_first: Sequence[float]) -> float:
         found = violation(better_first)
@@ -112,7 +122,7 @@ class Tallies:
     """By schedule for `simulate`, by key for `plan`."""
 
     simulate: dict[str, Tally] = field(default_factory=lambda: {name: Tally() for name in SCHEDULES})
-    plan: dict[str, Tally] = field(default_factory=lambda: {kind: Tally() for kind in SWEPT})
+    plan: dict[str, Tally] = field(default_factory=lambda: {kind: Tally() for kind in (*SWEPT, "network")})
 
 
 # ---- simulate ------------------------------------------------------------------------------------------------
@@ -141,22 +151,38 @@ def sweep_simulate(rng: np.random.Generator) -> dict[str, Any]:
             return {"key": key, "values": values, "job": short(job), "rows": rows}
 
 
+def sweep_wide(rng: np.random.Generator, part: str) -> dict[str, Any]:
+    """One sweep of either part. A job that cannot run is drawn anew."""
+    while True:
+        with suppress(AtlasError):
+            sweep = wide_sweep(rng, part)
+            line = {"kind": sweep.kind, "key": sweep.key, "values": sweep.values, "job": sweep.words}
+            if part == "simulate":
+                return {**line, "rows": [simulated(job) for job in sweep.jobs()]}
+            return {**line, **planned(sweep.jobs())}
+
+
 def add_simulated(tallies: dict[str, Tally], line: dict[str, Any]) -> dict[str, Any]:
     """Count a sweep; its line with what was found instead of its rows."""
-    rows, violations, lost = line.pop("rows"), {}, {}
+    rows, violations, lost, interleaved = line.pop("rows"), {}, {}, {}
     seconds = {name: [row.get(name, row.get(f"({name})", 0.0)) for row in rows] for name in SCHEDULES}
     for name in SCHEDULES:
         if (found := tallies[name].add(seconds[name])) > TOLERANCE:
             violations[name] = found
+    atlas = tallies["atlas"]
     for value, row in zip(line["values"], rows, strict=True):
+        atlas.cases += 1
         best_s, best = min((s, name) for name, s in row.items() if not name.startswith("(") and name != "interleaved")
-        tallies["atlas"].behind_interleaved += row.get("interleaved", np.inf) < row["atlas"] * (1 - 1e-9)
+        if row.get("interleaved", np.inf) < row["atlas"] * (1 - 1e-9):
+            interleaved[str(value)] = row["atlas"] / row["interleaved"]
+            atlas.ahead.append(row["atlas"] / row["interleaved"])
         ratio = row["atlas"] / best_s
-        tallies["atlas"].most_lost = max(tallies["atlas"].most_lost, ratio)
+        atlas.most_lost = max(atlas.most_lost, ratio)
         if ratio > 1 + 1e-9:
-            tallies["atlas"].lost += 1
+            atlas.lost += 1
             lost[str(value)] = (best, ratio)
-    return {**line, "seconds": seconds, "violations": violations, "atlas_slower": lost}
+    found = {"violations": violations, "atlas_slower": lost, "behind_interleaved": interleaved}
+    return {**line, "seconds": seconds, **found}
 
 
 def short(job: Job) -> str:
@@ -186,13 +212,15 @@ def sweep_plan(rng: np.random.Generator) -> dict[str, Any]:
         job = random_job(rng)
         values = some(rng, choices)[:: 1 if less else -1]
         with suppress(AtlasError):
-            plans = [
-                make_plan(override(job, [f"{key}={int(value) if kind == 'nodes' else value}"]), global_batch=64)
-                for value in values
-            ]
-            where = [f"{plan.winner.candidate.where()} {plan.winner.candidate.how()}" for plan in plans]
-            seconds = [plan.iteration_s for plan in plans]
-            return {"kind": kind, "key": key, "values": values, "job": short(job), "seconds": seconds, "plans": where}
+            jobs = [override(job, [f"{key}={int(value) if kind == 'nodes' else value}"]) for value in values]
+            return {"kind": kind, "key": key, "values": values, "job": short(job), **planned(jobs)}
+
+
+def planned(jobs: Sequence[Job]) -> dict[str, Any]:
+    """Seconds and plans."""
+    plans = [make_plan(job, global_batch=64) for job in jobs]
+    where = [f"{plan.winner.candidate.where()} {plan.winner.candidate.how()}" for plan in plans]
+    return {"seconds": [plan.iteration_s for plan in plans], "plans": where}
 
 
 def add_planned(tallies: dict[str, Tally], line: dict[str, Any]) -> dict[str, Any]:
@@ -211,7 +239,11 @@ def written(report: Report, tallies: Tallies, parts: Sequence[str]) -> int:
         atlas = tallies.simulate["atlas"]
         report.figure("simulate: cases in which atlas is slower than another schedule", atlas.lost, "cases", at_most=0)
         report.figure("simulate: atlas / fastest, worst", atlas.most_lost, "x")
-        report.figure("simulate: cases in which interleaved is faster than atlas", atlas.behind_interleaved, "cases")
+        report.figure("simulate: cases", atlas.cases, "cases")
+        report.figure("simulate: cases in which interleaved is faster than atlas", len(atlas.ahead), "cases")
+        if atlas.ahead:
+            report.figure("simulate: atlas / interleaved in these cases, mean", float(np.mean(atlas.ahead)), "x")
+            report.figure("simulate: atlas / interleaved in these cases, most", max(atlas.ahead), "x")
     if "plan" in parts:
         for kind, tally in tallies.plan.items():
             report.figure(f"plan: sweeps over {kind}", tally.sweeps, "sweeps")
@@ -220,10 +252,35 @@ def written(report: Report, tallies: Tallies, parts: Sequence[str]) -> int:
     return report.finish()
 
 
-def swept(seed: int, number: int, part: str) -> dict[str, Any]:
+def part_of(number: int) -> str:
+    return "plan" if number % 3 == 2 else "simulate"
+
+
+def generator(seed: int, number: int, part: str) -> np.random.Generator:
+    return np.random.default_rng([seed, number, part == "plan"])
+
+
+def swept(seed: int, number: int, part: str, wide: bool) -> dict[str, Any]:
     """In a process of its own: one sweep, as a line."""
-    rng = np.random.default_rng([seed, number, part == "plan"])
+    rng = generator(seed, number, part)
+    if wide:
+        return {"sweep": number, "part": part, **sweep_wide(rng, part)}
     return {"sweep": number, "part": part, **(sweep_plan(rng) if part == "plan" else sweep_simulate(rng))}
+
+
+def show(seed: int, number: int, part: str) -> None:
+    """The job of a wide sweep at each of its values, and the command that repeats it."""
+    rng = generator(seed, number, part)
+    while True:
+        with suppress(AtlasError):
+            sweep = wide_sweep(rng, part)
+            _ = [simulated(job) for job in sweep.jobs()] if part == "simulate" else planned(sweep.jobs())
+            break
+    how = "simulate JOB --schedule all" if part == "simulate" else "plan JOB --batch '64 sequences'"
+    print(f"# atlas {how}; {sweep.key} = {sweep.values}")
+    for value in sweep.values:
+        print(f"--- # {sweep.key} = {value}")
+        print(yaml.safe_dump(sweep.data_at(value), sort_keys=False, default_flow_style=None))
 
 
 def main() -> int:
@@ -233,13 +290,18 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="30 sweeps")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--part", choices=("simulate", "plan"))
+    parser.add_argument("--wide", action="store_true", help="jobs of every kind")
+    parser.add_argument("--show", type=int, metavar="N", help="only print the jobs of wide sweep N")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one for each core)")
     args = parser.parse_args()
+    if args.show is not None:
+        show(args.seed, args.show, args.part or part_of(args.show))
+        return 0
     report = Report("Monotone results (simulated)", "the same job with a better value of one key")
     tallies, parts = Tallies(), [args.part] if args.part else ["simulate", "plan"]
     with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
         sweeps = [
-            pool.submit(swept, args.seed, number, args.part or ("plan" if number % 3 == 2 else "simulate"))
+            pool.submit(swept, args.seed, number, args.part or part_of(number), args.wide)
             for number in range(args.first, args.first + (30 if args.quick else args.sweeps))
         ]
         for done in as_completed(sweeps):

@@ -9,10 +9,13 @@ import pytest
 from shipped_jobs import EXAMPLES, SHIPPED
 
 from atlas.cost.arrange import arrange
+from atlas.cost.cluster_arrays import ring_bps
 from atlas.cost.price import layout, price
-from atlas.cost.table import FAIR, PRIVATE, TURNS
+from atlas.cost.runtimes import RUNTIMES
+from atlas.cost.table import FAIR, PRIVATE, TURNS, Circuits, Costs
 from atlas.errors import InfeasibleError, SpecError
 from atlas.ir.program import Kind
+from atlas.launch.rendezvous import AgentName
 from atlas.spec import Job, load_job
 
 TINY = EXAMPLES / "tiny.yaml"
@@ -193,7 +196,56 @@ def test_replicas_that_share_a_node_leave_it_once() -> None:
     assert sync_s(2, 4) == pytest.approx(alone)  # the whole network of a node, though four divide it
     peer_gbps = load_job(TINY).cluster.gpu("east").peer_gbps
     assert sync_s(1, 8) == pytest.approx(alone * 100 / peer_gbps)  # nothing leaves the node
-    assert sync_s(8, 4) == pytest.approx(alone * 4)  # spread over all nodes: each divides its own with other stages
+    assert sync_s(8, 4) == sync_s(2, 4)  # a plan takes the fewest nodes that hold its workers
+
+
+@pytest.mark.parametrize("cells", [1, 3])
+@pytest.mark.parametrize("tp", [1, 2, 8])
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_nodes_that_no_worker_needs_make_nothing_slower(runtime: str, tp: int, cells: int) -> None:
+    """Four workers of each cell in each datacenter, on nodes of eight GPUs."""
+
+    def costs(nodes: int) -> Costs:
+        sets = [
+            f"cluster.datacenters.{dc}.{key}"
+            for dc in ("east", "west")
+            for key in ("gpus_per_node=8", f"nodes={nodes}")
+        ]
+        placed = "placement=[{dc: east, stages: 2}, {dc: west, stages: 2}]"
+        return price(load_job(TINY, [*sets, placed, f"tp={tp}", f"runtime={runtime}", f"cells={cells}"]))
+
+    few = costs(-(-4 * cells * tp // 8))
+    for nodes in (13, 14, 64):
+        many = costs(nodes)
+        assert np.array_equal(few.compute_ns[..., Kind.SYNC], many.compute_ns[..., Kind.SYNC])
+        for field in ("compute_ns", "work_ns", "before_ns", "latency_ns"):
+            assert (getattr(many, field) <= getattr(few, field)).all(), field
+
+
+def test_a_plan_changes_no_circuits_because_of_nodes_without_workers() -> None:
+    """Three nodes with a worker each: two circuits of a GPU join it to both others."""
+
+    def circuits(nodes: int) -> Circuits | None:
+        east = f"{{name: east, nodes: {nodes}, gpus_per_node: 1, fabric: {{kind: photonic}}}}"
+        west = "{name: west, nodes: 3, gpus_per_node: 1}"
+        sets = [f"cluster.datacenters=[{east}, {west}]", "placement=[{dc: east, stages: 1}, {dc: west, stages: 1}]"]
+        return price(load_job(TINY, [*sets, "pp=2", "pipelines_per_cell=3"])).circuits
+
+    assert circuits(3) is circuits(16) is None
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 8])
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("per_node", [1, 2, 3, 8])
+def test_rings_are_priced_where_the_launcher_places_the_workers(replicas: int, stages: int, per_node: int) -> None:
+    """Of a node with the most rings that leave it."""
+    workers = [stage for _ in range(replicas) for stage in range(stages)]
+    hosts = -(-len(workers) // per_node)
+    shares = [workers[AgentName("a", part, hosts).share(len(workers))] for part in range(hosts)]
+    rings = max(len(set(share)) for share in shares)
+    rate_bps, is_inside = ring_bps(replicas, stages, 1, per_node, 100e9, 1e15)
+    assert is_inside == (hosts == 1)
+    assert rate_bps == (1e15 if hosts == 1 else pytest.approx(100e9 / rings))
 
 
 def test_the_weight_gradient_of_the_head_is_not_put_off() -> None:

@@ -41,15 +41,17 @@ def seconds(one: Job) -> float:
 
 
 def test_megatron_recomputes_inside_the_backward_on_the_last_stage_too() -> None:
-    ours, theirs = (price(job(runtime, calibrated=False)).compute_ns[0] for runtime in ("atlas", "megatron"))
+    ours, theirs = (price(job(runtime, calibrated=False, cells=4)).compute_ns[0] for runtime in ("atlas", "megatron"))
     assert (theirs[:, Kind.R] == 0).all()
-    sends = price(job(calibrated=False)).work_ns[1, 0]  # the gradient, which the sender waits for
+    sends = price(job(calibrated=False, cells=4)).work_ns[1, 0]  # the gradient, which the sender waits for
     extra = theirs[:, Kind.B] - ours[:, Kind.B]
     assert extra.tolist() == pytest.approx((ours[:, Kind.R] + np.array([0, *sends])).tolist(), abs=2)
 
 
 def test_without_recompute_only_the_transfers_differ() -> None:
-    ours, theirs = (price(job(runtime, recompute=False, calibrated=False)) for runtime in ("atlas", "megatron"))
+    ours, theirs = (
+        price(job(runtime, recompute=False, calibrated=False, cells=4)) for runtime in ("atlas", "megatron")
+    )
     extra = (theirs.compute_ns - ours.compute_ns)[0][:, [Kind.F, Kind.B]]
     one = int(ours.work_ns[0, 0, 0])
     assert extra.tolist() == [[one, 0], [one, one], [one, one], [0, one]]
@@ -64,7 +66,9 @@ def test_receivers_of_torch_wait_as_well() -> None:
 
 
 def test_every_gpu_of_a_torch_group_sends_the_whole_activation() -> None:
-    one, eight = (price(job("torch", tp=tp, nodes=8, calibrated=False, recompute=False)) for tp in (1, 8))
+    one, eight = (
+        price(job("torch", tp=tp, nodes=8, cells=16 // tp, calibrated=False, recompute=False)) for tp in (1, 8)
+    )
     waits = [costs.compute_ns[0, 1, Kind.F] - costs.compute_ns[0, 0, Kind.F] for costs in (one, eight)]
     assert waits[1] == pytest.approx(waits[0], rel=0.2)  # eight GPUs of a node send eight tensors either way
 
@@ -78,9 +82,9 @@ def test_the_simulator_agrees_with_the_closed_form_of_1f1b(runtime: str) -> None
     assert seconds(one) == pytest.approx(closed_s, rel=0.02)
 
 
-def test_packed_replicas_have_the_network_of_their_nodes_and_spread_ones_a_share() -> None:
-    spread, packed = (ring_bps(16, 2, 64, 8, 800e9, 2400e9, packed=packed)[0] for packed in (False, True))
-    assert float(packed) == 4 * float(spread) == 800e9
+def test_rings_of_packed_replicas_have_a_node_to_themselves_and_others_divide_it() -> None:
+    ours, packed = (ring_bps(16, 4, 2, 8, 800e9, 2400e9, packed=packed)[0] for packed in (False, True))
+    assert float(packed) == 4 * float(ours) == 800e9
 
 
 def test_megatron_splits_layers_evenly_where_it_can() -> None:
@@ -145,7 +149,7 @@ def two(first: str, second: str, runtime: str) -> Job:
             {"name": "b", "nodes": 4, "gpu": second, "net_gbps": 100},
         ],
     }
-    return job(runtime, cluster=cluster, efficiency=0.5)
+    return job(runtime, cluster=cluster, efficiency=0.5, cells=8)
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)

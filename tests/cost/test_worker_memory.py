@@ -45,11 +45,18 @@ def test_what_is_reserved_for_others_counts_against_the_cap() -> None:
     assert plain.free - reserved.free == 10 * GIB
 
 
-def test_tensor_parallelism_divides_everything_but_the_reserved_part() -> None:
-    sets = ["cluster.datacenters.east.gpus_per_node=2", "cluster.datacenters.west.gpus_per_node=2", "reserved_gib=1"]
-    one, two = (worker_memory(load_job(TINY, [*sets, f"tp={tp}"]))[3] for tp in (1, 2))
-    assert two.static - two.reserved == (one.static - one.reserved) // 2
-    assert (two.stash, two.activations, two.reserved) == (one.stash // 2, one.activations // 2, one.reserved)
+def sharded(tp: int) -> Job:
+    sets = ["cluster.datacenters.east.gpus_per_node=4", "cluster.datacenters.west.gpus_per_node=4", "reserved_gib=1"]
+    return load_job(TINY, [*sets, f"tp={tp}"])
+
+
+def test_tensor_parallelism_divides_state_and_the_inside_of_attention_and_mlp() -> None:
+    one, two = (worker_memory(sharded(tp))[3] for tp in (1, 2))
+    for part in ("weights", "gradients", "optimizer"):
+        assert getattr(two, part) == getattr(one, part) // 2
+    assert (two.stash, two.logits, two.reserved) == (one.stash, one.logits, one.reserved)
+    assert one.activations == 2 * 2048 * 16 * 2048 * 2
+    assert two.activations == 2 * 2048 * (4 + 12 // 2) * 2048 * 2
 
 
 @pytest.mark.parametrize("recompute", [True, False])

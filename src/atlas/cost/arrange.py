@@ -197,18 +197,24 @@ def _even(job: Job, rank_dc: tuple[str, ...]) -> tuple[int, ...] | None:
 def _balanced(job: Job, num_pipelines: int, cluster: ClusterArrays, model: ModelArrays, dc: Ints) -> tuple[int, ...]:
     """By the seconds of one microbatch on each stage's GPUs. On mixed GPU types, by those of all microbatches and
     of the gradients: if the fast type holds most layers, its gradient ring takes longest."""
-    layers_s, first_s, last_s = (microbatch_s(part) for part in (model.layers_s, model.first_s, model.last_s))
+    pieces = (
+        (model.layers_s, model.layers_params),
+        (model.first_s, model.first_params),
+        (model.last_s, model.last_params),
+    )
+    layers_s, first_s, last_s = (microbatch_s(seconds)[dc] for seconds, _ in pieces)
     if len({cluster.gpu_types[i] for i in dc}) > 1:
-        every = np.arange(cluster.num_dcs)
-        replicas, size = num_pipelines * job.cells, job.gradient_bytes
-        sizes = (model.layers_params.T, model.first_params, model.last_params)
-        rings_s = [np.asarray(ring_s(cluster, job.tp, every, replicas, params * size)).T for params in sizes]
-        parts = zip((layers_s, first_s, last_s), (model.layers_s, model.first_s, model.last_s), rings_s, strict=True)
-        layers_s, first_s, last_s = (job.num_microbatches * s + part[UPDATE] + ring for s, part, ring in parts)
+        ranks, replicas = dc[: job.pp], num_pipelines * job.cells
+        closing = []
+        for seconds, params in pieces:
+            rings_s = ring_s(cluster, job.tp, ranks, replicas, params[ranks].T * job.gradient_bytes).T
+            closing.append(np.resize(rings_s + seconds[UPDATE][ranks], (len(dc), *rings_s.shape[1:])))
+        every = zip((layers_s, first_s, last_s), closing, strict=True)
+        layers_s, first_s, last_s = (job.num_microbatches * busy_s + closing_s for busy_s, closing_s in every)
     fixed_s = np.zeros(len(dc))
-    fixed_s[0] += first_s[dc[0]]
-    fixed_s[-1] += last_s[dc[-1]]
-    return balanced_split(sums_from_zero(layers_s)[dc], fixed_s)
+    fixed_s[0] += first_s[0]
+    fixed_s[-1] += last_s[-1]
+    return balanced_split(sums_from_zero(layers_s), fixed_s)
 
 
 def balanced_split(layer_sums_s: Floats, fixed_s: Floats) -> tuple[int, ...]:

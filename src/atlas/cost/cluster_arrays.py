@@ -144,6 +144,11 @@ def _arrays_of(spec: Cluster, runtime: str, memory_gib: float | None) -> Cluster
     )
 
 
+def workers_per_node(tp: int, gpus_per_node: Any) -> Any:
+    """Tensor-parallel groups in a node; 1 where a group takes several nodes."""
+    return np.maximum(1, gpus_per_node // tp)
+
+
 # ---- rates ---------------------------------------------------------------------------------------------------------
 def share_of_node(tp: int, gpus_per_node: Any, net_bps: Any) -> Any:
     """A worker's share of its node's network; all of it of several nodes, where its tp group fills them."""
@@ -155,12 +160,14 @@ def worker_bps(cluster: ClusterArrays, tp: int) -> Floats:
     return np.asarray(share_of_node(tp, cluster.gpus_per_node, cluster.net_bps), np.float64)
 
 
-def lan_bps(cluster: ClusterArrays, tp: int) -> Floats:
-    """[i]: what one worker sends to the next stage in its datacenter."""
+def lan_bps(cluster: ClusterArrays, tp: int, workers: Any = None) -> Floats:
+    """[i]: what one worker sends to the next stage in its datacenter. `workers` [i]: how many the plan has there; None:
+    they may take all nodes."""
     net_bps = worker_bps(cluster, tp)
-    if RUNTIMES[cluster.runtime].uses_peer_links:
-        return np.where(cluster.nodes == 1, tp * cluster.peer_bps, net_bps)
-    return net_bps
+    if not RUNTIMES[cluster.runtime].uses_peer_links:
+        return net_bps
+    in_one_node = cluster.nodes == 1 if workers is None else workers * tp <= cluster.gpus_per_node
+    return np.where(in_one_node, tp * cluster.peer_bps, net_bps)
 
 
 def path_bps(cluster: ClusterArrays, src: Any, dst: Any, tcp: str, crowd: Any = 1) -> Any:
@@ -216,25 +223,31 @@ def wan_rate(
 
 
 def ring_bps(
-    replicas: Any, tp: int, nodes: Any, gpus_per_node: Any, net_bps: Any, peer_bps: Any, *, packed: bool = False
+    replicas: Any, stages: Any, tp: int, gpus_per_node: Any, net_bps: Any, peer_bps: Any, *, packed: bool = False
 ) -> tuple[Any, Any]:
     """(rate of one stage's ring, whether it stays inside one node); numbers or arrays of them.
 
-    Replicas are spread over all nodes, or `packed` node after node. Those that share a node hand gradients on at the
-    speed of its GPUs and leave it once, so together they have the shares of the node's network that each of them has.
+    Of each of `replicas` pipelines the datacenter holds `stages` workers. They take the fewest nodes, pipeline after
+    pipeline, or `packed` stage after stage. Replicas that share a node hand gradients on at the speed of its GPUs and
+    leave it once. The rings of a node divide its network. Nodes without workers change nothing.
     """
-    per_node = np.maximum(1, gpus_per_node // tp)
-    together = np.minimum(replicas if packed else -(-replicas // nodes), per_node)
-    is_inside = together >= replicas
-    outside_bps = together * share_of_node(tp, gpus_per_node, net_bps)
+    per_node = workers_per_node(tp, gpus_per_node)
+    groups = -(-stages * replicas // per_node)
+    is_inside = replicas <= per_node if packed else groups == 1
+    rings = 1 if packed else np.minimum(stages, -(-stages * replicas // groups))
+    outside_bps = share_of_node(tp, gpus_per_node, net_bps) * per_node / rings
     return np.minimum(np.where(is_inside, np.inf, outside_bps), tp * peer_bps), is_inside
 
 
 def ring_s(cluster: ClusterArrays, tp: int, dc: Any, replicas: Any, gradient_bytes: Any) -> Any:
-    """Ring all-reduce of a stage's gradients over its replicas in datacenter `dc`."""
+    """[n, s]: ring all-reduce of every stage's gradients over its replicas, for pipelines with workers in the
+    datacenters `dc` [n, s]."""
     packed = RUNTIMES[cluster.runtime].packs_replicas
-    nodes, per_node, net_bps = cluster.nodes[dc], cluster.gpus_per_node[dc], cluster.net_bps[dc]
-    rate_bps, is_inside = ring_bps(replicas, tp, nodes, per_node, net_bps, cluster.peer_bps[dc], packed=packed)
+    stages = np.zeros_like(dc)
+    for here in (dc == i for i in np.unique(dc)):
+        stages += here * here.sum(axis=-1, keepdims=True)
+    per_node, net_bps, peer_bps = cluster.gpus_per_node[dc], cluster.net_bps[dc], cluster.peer_bps[dc]
+    rate_bps, is_inside = ring_bps(replicas, stages, tp, per_node, net_bps, peer_bps, packed=packed)
     latency_s = np.where(is_inside, 0.0, 2 * (replicas - 1) * cluster.net_latency_s[dc])
     return 2 * (replicas - 1) / replicas * gradient_bytes * 8 / rate_bps + latency_s
 

@@ -61,7 +61,7 @@ class WorkerMemory(NamedTuple):
     """What the runtime holds besides: context, NCCL, temporaries of a backward."""
     reserved: Any
     stash: Any
-    """Input of a stage (or of each of its layers), per microbatch."""
+    """Input of a stage (or of each of its layers), per microbatch; whole on every GPU of a tp group."""
     activations: Any
     """All activations of a stage (the largest one of the worker; or of one layer), per microbatch."""
     kept: Any
@@ -99,10 +99,9 @@ def batch_memory(
         if job.recompute and runtime.recomputes_by_layer:
             # The loss is done before the first layer is recomputed: its bytes serve that layer.
             head[:, -1] -= np.minimum(head[:, -1], layer[:, -1])
-    else:  # the logits and their gradient
-        head[:, -1] = job.microbatch * job.model.seq_len * job.model.vocab * 2 * job.element_bytes / job.tp
+    else:  # the logits and their gradient: every GPU of a tp group gathers them and computes the whole loss
+        head[:, -1] = job.microbatch * job.model.seq_len * job.model.vocab * 2 * job.element_bytes
     state = state_bytes(np.ceil(params / job.tp), job.element_bytes, job.gradient_bytes, job.optimizer_bytes, shards)
-    stash = job.activation_bytes / (job.tp if runtime.sequence_parallel else 1)
     layers_kept, layers_at_once = (layers, 1) if runtime.recomputes_by_layer else (np.ones_like(layers), layers)
     return WorkerMemory(
         weights=state.weights,
@@ -112,7 +111,7 @@ def batch_memory(
         # The temporaries of a layer's backward and of the loss exist one after the other.
         overhead=np.ceil(runtime.fixed_bytes + np.maximum(0.0, temporary - head)),
         reserved=np.full(dc.shape, math.ceil(job.reserved_gib * GIB)),
-        stash=np.ceil(stash * layers_kept),
+        stash=job.activation_bytes * layers_kept,
         activations=np.ceil(layer * layers_at_once),
         kept=np.ceil(layer * layers),
         cap=cluster.cap_bytes[dc],

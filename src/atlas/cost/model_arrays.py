@@ -33,6 +33,10 @@ from atlas.spec.job import DataCenter, Job
 FORWARD, RECOMPUTE, INPUT, WEIGHT, UPDATE = range(5)
 """Rows of `seconds`: the fields of `compute.PieceTime`."""
 
+WHOLE_WIDTHS = 4
+"""Of `layer_activation_elements`, in widths of the model, that tp does not divide: inputs of the two norms, of the
+projections to queries, keys and values, and of the MLP."""
+
 
 # ---- sizes of the pieces -------------------------------------------------------------------------------------------
 def piece_sizes(job: Job, gpu: str) -> tuple[list[float], list[float]]:
@@ -52,15 +56,13 @@ def piece_sizes(job: Job, gpu: str) -> tuple[list[float], list[float]]:
 
 
 def layer_activation_bytes(job: Job) -> float:
-    """By shape. Without sequence parallelism every GPU of a tp group holds the residual stream, and without fused
-    attention the L x L scores: 10 + 24 / tp + 5 heads L / (H tp) bytes a token and width (arXiv 2205.05198)."""
+    """By shape. Every GPU of a tp group holds the residual stream whole. Without fused attention it also holds its part
+    of the L x L scores: 10 + 24 / tp + 5 heads L / (H tp) bytes a token and width in Megatron (arXiv 2205.05198)."""
     model, runtime = job.model, RUNTIMES[job.runtime]
-    tokens = job.microbatch * model.seq_len
-    if runtime.sequence_parallel:
-        return tokens * layer_activation_elements(model) * job.element_bytes / job.tp
-    divided = layer_activation_elements(model) - 4 * model.hidden
+    divided = layer_activation_elements(model) - WHOLE_WIDTHS * model.hidden
     scores = 0.0 if runtime.fused_attention else 2.5 * model.heads * model.seq_len
-    return tokens * (5 * model.hidden + (divided + scores) / job.tp) * job.element_bytes
+    elements = runtime.whole_widths * model.hidden + (divided + scores) / job.tp
+    return job.microbatch * model.seq_len * elements * job.element_bytes
 
 
 # ---- arrays --------------------------------------------------------------------------------------------------------

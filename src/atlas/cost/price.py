@@ -83,7 +83,8 @@ def circuits(job: Job, arrangement: Arrangement) -> Circuits | None:
     dcs = [job.cluster.dc(name) for name in arrangement.rank_dc]
     if all(dc.fabric is None for dc in dcs):
         return None
-    switches = tuple(switches_circuits(dc, job.tp, arrangement.num_pipelines * job.cells) for dc in dcs)
+    replicas, rank_dc = arrangement.num_pipelines * job.cells, arrangement.rank_dc
+    switches = tuple(switches_circuits(dc, job.tp, replicas, rank_dc.count(dc.name)) for dc in dcs)
     if not any(switches):
         return None
     fabrics = [dc.fabric or Fabric() for dc in dcs]
@@ -142,8 +143,8 @@ def sync_s(job: Job, arrangement: Arrangement, rank: int) -> float:
     with tied embeddings also exchange that matrix's gradient over the WAN."""
     gradient_bytes = int(arrangement.stage_params[rank :: job.pp].sum()) * job.gradient_bytes
     replicas = arrangement.num_pipelines * job.cells
-    dc = arrangement.stage_dc[0, rank]
-    seconds = float(ring_s(arrangement.cluster, job.tp, dc, replicas, gradient_bytes))
+    ranks = arrangement.stage_dc[0, : job.pp]
+    seconds = float(ring_s(arrangement.cluster, job.tp, ranks, replicas, gradient_bytes)[rank])
     if job.model.tied_embeddings and job.pp > 1 and rank in (0, job.pp - 1):
         seconds += _tied_s(job, arrangement, replicas)
     return seconds
@@ -250,7 +251,8 @@ def sent_bytes(job: Job) -> int:
 
 def _add_lan(job: Job, arrangement: Arrangement, links: Links, hop: Hop) -> None:
     same_worker = hop.src_rank == hop.dst_rank
-    rate_bps = float(lan_bps(arrangement.cluster, job.tp)[arrangement.cluster.index[hop.src.name]])
+    workers = arrangement.rank_dc.count(hop.src.name) * arrangement.num_pipelines * job.cells
+    rate_bps = float(lan_bps(arrangement.cluster, job.tp, workers)[arrangement.cluster.index[hop.src.name]])
     seconds = 0.0 if same_worker else sent_bytes(job) * 8 / rate_bps
     for c in range(links.channel.shape[1]):
         at = (hop.direction, c, hop.boundary)
@@ -333,7 +335,8 @@ class WanTraffic:
             return 0.0
         neighbours = [r for r in (hop.ranks[end] - 1, hop.ranks[end] + 1) if 0 <= r < len(ranks)]
         has_hops = any(ranks[r] == dc.name for r in neighbours)
-        return scatter_change_s(dc, self.job.tp, self.num_pipelines * self.job.cells, has_hops=has_hops)
+        replicas = self.num_pipelines * self.job.cells
+        return scatter_change_s(dc, self.job.tp, replicas, ranks.count(dc.name), has_hops=has_hops)
 
     def _time(self, links: Links, rate: WanRate, *change_s: float) -> None:
         away_s = 2 * max(change_s, default=0.0) / self.num_pipelines  # once to the ring and back in a round of turns

@@ -25,9 +25,9 @@ class Runtime:
     """Every GPU of a tp group sends the whole activation. Otherwise each sends its part of it."""
     packs_replicas: bool
     """Replicas of a stage fill node after node, so that their gradient ring has the nodes' network to itself.
-    Otherwise they are spread over all nodes, and the stages of a node divide its network."""
+    Otherwise pipelines do, and the rings of a node's stages divide its network."""
     uses_peer_links: bool
-    """Stages in one node hand activations on over NVLink or PCIe, not over the node's network."""
+    """Stages hand activations on over NVLink or PCIe, not over the node's network, if a plan fits in one node."""
     splits_evenly: bool
     """Every stage has the same number of layers, where they divide."""
     fused_attention: bool
@@ -35,8 +35,9 @@ class Runtime:
     recomputes_by_layer: bool
     """With recompute every layer's input is kept, and one layer's activations exist at a time. Otherwise the stage's
     input is kept, and all its activations exist at a time."""
-    sequence_parallel: bool
-    """tp divides all activations, the residual stream included."""
+    whole_widths: float
+    """What every GPU of a tp group keeps of a layer undivided, per token, in widths of the model: inputs of norms,
+    attention and MLP, masks of dropout. No runtime here has sequence parallelism."""
     usable_share: float
     """Of a GPU's memory, where the job states no cap."""
     fixed_bytes: float
@@ -57,7 +58,7 @@ _MEGATRON = Runtime(
     splits_evenly=True,
     fused_attention=False,
     recomputes_by_layer=True,
-    sequence_parallel=False,
+    whole_widths=5,
     usable_share=1.0,
     fixed_bytes=2e9,
     layer_copies=0.5,
@@ -79,7 +80,7 @@ RUNTIMES: dict[str, Runtime] = {
         splits_evenly=False,
         fused_attention=True,
         recomputes_by_layer=False,
-        sequence_parallel=True,
+        whole_widths=4,
         usable_share=0.92,
         fixed_bytes=0.0,
         layer_copies=0.0,
