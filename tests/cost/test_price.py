@@ -100,9 +100,31 @@ def test_workers_on_one_node_divide_its_pair_cap() -> None:
     assert price(load_job(TINY, sets)).work_ns[0, 0, WAN] == round(ACTIVATION_BITS / 2.5e9 * 1e9)
 
 
+@pytest.mark.parametrize("sharing", [False, True])
+@pytest.mark.parametrize("trunk_gbps", [None, 12])
+@pytest.mark.parametrize("order", ["east west", "east west east west"])
+@pytest.mark.parametrize("net_gbps", [4, 10, 100])
+def test_a_faster_wan_delays_no_transfer(net_gbps: float, order: str, trunk_gbps: float | None, sharing: bool) -> None:
+    """Nor the last of several that are ready at the same time."""
+    words = order.split()
+    placed = "placement=" + str([{"dc": dc, "stages": 4 // len(words)} for dc in words])
+    sets = [placed, f"cluster.wan.trunk_gbps={'' if trunk_gbps is None else trunk_gbps}", "pipelines_per_cell=4"]
+    nodes = [f"cluster.datacenters.{dc}.{key}" for dc in words for key in ("nodes=8", f"net_gbps={net_gbps}")]
+    before: tuple[np.ndarray, np.ndarray] | None = None
+    for pair_gbps in (0.5, 1, 1.5, 2, 2.5, 3, 3.5, 4, 5, 8, 10, 50):
+        costs = price(load_job(TINY, [*nodes, *sets, f"cluster.wan.pair_gbps={pair_gbps}"]), sharing=sharing)
+        one_ns = costs.before_ns + costs.work_ns + costs.latency_ns
+        rate = np.array([link.capacity if link.policy == FAIR else 1.0 for link in costs.links])
+        all_ns = np.bincount(costs.channel_link.ravel(), costs.work_ns.ravel()) / rate
+        found = one_ns, all_ns[costs.channel_link]
+        for now, then in zip(found, before or found, strict=True):
+            assert (now <= then * (1 + 1e-6)).all(), pair_gbps
+        before = found
+
+
 def test_boundaries_between_the_same_two_datacenters_share_their_trunk() -> None:
     placement = "placement=" + str([{"dc": dc, "stages": 1} for dc in ("east", "west", "east", "west")])
-    job = load_job(TINY, [placement, "cluster.wan.trunk_gbps=12"])
+    job = load_job(TINY, [placement, "cluster.wan.trunk_gbps=9"])
     for mode, policy in (({}, FAIR), ({"sharing": True}, TURNS)):
         costs = price(job, **mode)
         assert [link.policy for link in costs.links] == [policy, policy]

@@ -211,14 +211,17 @@ def wan_rate(
     slowest_bps = np.minimum(slices_bps[src], slices_bps[dst])
     spread_bps = np.where(turns > 1, slowest_bps * turns / np.maximum(turns - 1, 1), np.inf)
     rate_bps = np.minimum(np.minimum(turns * pair_bps, trunk_bps), spread_bps)
-    slices_bits = np.minimum(bits, rate_bps * QUANTUM_NS / 1e9) * (turns - 1) / turns
     # Around a ring a slice passes up to half of the peers, over one of the two circuits of each.
     hops = np.maximum(1, np.ceil((turns - 1) / 2))
+    relayed = 1 + 2 * (hops - 1) / np.maximum(turns - 1, 1)
+    sends = [np.where(cluster.relays[dc], relayed, 1.0) for dc in (src, dst)]
+    # A chunk is short for the network inside a datacenter too, or a faster WAN would delay its arrival.
+    chunk_bits = np.minimum(rate_bps, spread_bps / sum(sends)) * QUANTUM_NS / 1e9
+    slices_bits = np.minimum(bits, chunk_bits) * (turns - 1) / turns
     ends_s = []
-    for dc in (src, dst):
-        passed_s = np.where(cluster.relays[dc], (hops - 1) * 2 * slices_bits / np.maximum(turns - 1, 1), 0.0)
+    for dc, count in zip((src, dst), sends, strict=True):
         latency_s = cluster.net_latency_s[dc] * np.where(cluster.relays[dc], hops, 1)
-        ends_s.append(np.where(turns > 1, (slices_bits + passed_s) / slices_bps[dc] + latency_s, 0.0))
+        ends_s.append(np.where(turns > 1, count * slices_bits / slices_bps[dc] + latency_s, 0.0))
     return WanRate(pair_bps, trunk_bps, rate_bps, *ends_s)
 
 

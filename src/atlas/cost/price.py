@@ -281,8 +281,8 @@ class WanTraffic:
         """Boundaries of an interleaved pipeline come back to the same two workers."""
         return list(dict.fromkeys(hop.ranks for hop in self.hops))
 
-    def rate(self, turns: int) -> WanRate:
-        """By the one rule of `cluster_arrays`, as plain numbers."""
+    def rate(self, turns: int, trunk_parts: int = 1) -> WanRate:
+        """By the one rule of `cluster_arrays`, as plain numbers; on one of equal parts of a cell's trunk."""
         cluster, job = self.arrangement.cluster, self.job
         found = wan_rate(
             cluster,
@@ -291,7 +291,7 @@ class WanTraffic:
             cluster.index[self.hops[0].dst.name],
             sent_bytes(job) * 8,
             replicas=self.num_pipelines * job.cells,
-            cells=job.cells,
+            cells=job.cells * trunk_parts,
             turns=turns,
             tcp=self.tcp,
         )
@@ -316,13 +316,14 @@ class WanTraffic:
                     links.channel[hop.direction, c, hop.boundary] = link
 
     def add_turns(self, links: Links) -> None:
-        """The cell takes turns with the capacity of all its nodes."""
+        """The cell takes turns with the capacity of all its nodes. Boundaries between other workers have other nodes:
+        they divide the trunk, or take turns on it if one of them alone can fill it."""
         rate = self.rate(turns=self.num_pipelines)
-        self._time(links, rate, *(self._change_s(self.hops[0], end) for end in (0, 1)))
-        if rate.trunk_bps < rate.rate_bps * len(self.rank_pairs):
-            groups = [self.hops]
-        else:
+        groups = [self.hops]
+        if rate.rate_bps < rate.trunk_bps:
             groups = [[hop for hop in self.hops if hop.ranks == ranks] for ranks in self.rank_pairs]
+            rate = self.rate(turns=self.num_pipelines, trunk_parts=len(groups))
+        self._time(links, rate, *(self._change_s(self.hops[0], end) for end in (0, 1)))
         for hops in groups:
             link = links.add(self._link(hops[0].arrow, TURNS, quantum_ns=QUANTUM_NS))
             for hop in hops:
