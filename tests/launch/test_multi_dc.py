@@ -132,6 +132,7 @@ def test_a_frozen_worker_is_named_and_the_run_continues(
     undisturbed: tuple[Run, dict[str, str]], small: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_monitor, "STALL_S", 1.0)
+    monkeypatch.setattr(run_monitor, "ANSWER_S", 5.0)  # for the other worker, on a busy host
 
     running = list[Run]()
 
