@@ -198,6 +198,6 @@ def test_costs_of_admitted_requests_recover_after_windows_were_closed() -> None:
     now_ns = 100 * windows.pattern.period_ns
     planner.advance(now_ns)
     assert not planner.is_waiting("r")
-    for _ in range(FEW_POINTS):
-        planner.ran(64, 0, 2 * MS)
-    assert planner.costs.layer(64, 0) == pytest.approx(2 * MS), "the first measured pieces replace a guess"
+    for number in range(FEW_POINTS):
+        planner.ran(64, 0, 200 * MS if number == 3 else 2 * MS)
+    assert planner.costs.layer(64, 0) == pytest.approx(2 * MS), "the first measured pieces replace a guess, but one"
