@@ -24,9 +24,7 @@ from bubbletea.serve.run import Where, run
 from bubbletea.serve.worker_windows import alone
 
 MIB = 1 << 20
-PERIOD_S = 1.0
-"""Long enough that a worker which waits for a core finds most of its window open: at 0.2 s, a dozen other processes
-closed every window, and nothing was admitted."""
+PERIOD_S = 0.2
 PATIENCE_S = 120.0
 """Of a client; seconds are enough on an idle machine."""
 TINY = ServiceSettings(

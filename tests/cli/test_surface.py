@@ -113,12 +113,12 @@ def started(*words: str, **options: object) -> subprocess.Popen[bytes]:
 
 
 AFTER_THE_FIRST_RUN = """
-import sys
+import os, sys
 from atlas import cli, evaluate
 
 def simulate(*words, first=evaluate.simulate, **options):
     timeline = first(*words, **options)
-    print("ready", flush=True)
+    os.write(1, b"ready\\n")  # one system call: print may make two, and the interrupt come between them
     return timeline
 
 evaluate.simulate = simulate

@@ -39,7 +39,7 @@ TRAINING = stand_in(width=16, length=8, microbatch=2)
     ("how", "patience_s", "says"),
     [
         (signal.SIGKILL, 60.0, r"worker p0\.s1 was killed by SIGKILL"),
-        (signal.SIGSTOP, 5.0, r"waits for .* of p0\.s1: (not done|nothing came) within 5 s"),
+        (signal.SIGSTOP, 10.0, r"waits for .* of p0\.s1: (not done|nothing came) within 10 s"),
     ],
     ids=["killed", "frozen"],
 )

@@ -2,11 +2,34 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
+import pytest
 import torch
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 from atlas.runtime.checkpoint.state import LayerState
 from atlas.runtime.tensor_parallel.group import ParameterShards, place_of
+
+FOLLOWER = """
+import io, os, sys
+from types import SimpleNamespace
+from atlas.runtime.tensor_parallel import follower
+
+class Stages:
+    def __init__(self, *args):
+        self.task = self.group = None
+
+    def __del__(self):
+        os.abort()
+
+follower.make_device = lambda device: SimpleNamespace(place="cpu")
+follower.TensorGroup, follower.ShardedStageSet = lambda *args: None, Stages
+assignment = SimpleNamespace(role=None, nccl_on_shared_gpu=False, device="cpu", tp=2, patience_s=1.0, save=None)
+follower.follow(assignment, 1, None, io.StringIO(sys.argv[1]), sys.stdout)
+"""
+"""A follower whose process group aborts the process when it is destroyed."""
 
 
 class Placed:
@@ -46,3 +69,12 @@ def test_a_saved_layer_is_sharded_with_its_optimizer_state() -> None:
 def test_gpus_of_a_group_are_neighbours() -> None:
     assert place_of("cuda:4", 3) == "cuda:7"
     assert place_of("paced", 3) == "paced"
+
+
+@pytest.mark.parametrize(
+    ("order", "code", "reply"),
+    [("", 0, ""), ('{"call": "end"}', 0, ""), ('{"call": "fly", "stage": null, "args": [], "kwargs": {}}', 1, "fly")],
+)
+def test_a_follower_destroys_nothing_before_it_ends(order: str, code: int, reply: str) -> None:
+    ended = subprocess.run([sys.executable, "-c", FOLLOWER, order], capture_output=True, text=True)
+    assert (ended.returncode, reply in ended.stdout) == (code, True), ended.stderr

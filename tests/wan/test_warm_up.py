@@ -85,7 +85,7 @@ def test_a_stream_at_the_limit_waits_for_an_answer() -> None:
     while num_bytes := warm_up.await_turn(0, 0.0, time.monotonic()):
         pass
     got = list[int]()
-    waiter = threading.Thread(target=lambda: got.append(warm_up.await_turn(0, 10.0, time.monotonic())))
+    waiter = threading.Thread(target=lambda: got.append(warm_up.await_turn(0, 60.0, time.monotonic())))
     waiter.start()
     time.sleep(0.05)
     assert not got

@@ -34,11 +34,12 @@ ATTEMPTS = 3
 NUM_STEPS = 3
 
 
-def smoke_program() -> tuple[Program, Costs]:
-    """One iteration of two pipelines across us-east and us-west, four microbatches each."""
-    program = with_optimizer(one_f_one_b(Layout(2, 2, 4, ("us-east", "us-west"))))
-    per_kind_ns = kind_costs(forward_ns=30 * MS, backward_ns=60 * MS, sync_ns=10 * MS, step_ns=10 * MS)
-    return program, uniform_costs(2, 2, per_kind_ns, wan_boundaries=(0,), wan_ns=40 * MS, wan_latency_ns=20 * MS)
+def smoke_program(slower: int = 1) -> tuple[Program, Costs]:
+    """One iteration of two pipelines across us-east and us-west, four microbatches each. `slower`: every op and every
+    transfer takes this many times as long, so that what a busy host adds to each weighs less."""
+    program, ms = with_optimizer(one_f_one_b(Layout(2, 2, 4, ("us-east", "us-west")))), slower * MS
+    per_kind_ns = kind_costs(forward_ns=30 * ms, backward_ns=60 * ms, sync_ns=10 * ms, step_ns=10 * ms)
+    return program, uniform_costs(2, 2, per_kind_ns, wan_boundaries=(0,), wan_ns=40 * ms, wan_latency_ns=20 * ms)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,9 @@ input. Where the WAN is the bottleneck, inputs arrive at fixed times and the wai
 slower, so the second is more exact. The one that would have wasted less time is used.
 
 For an op with few observations the prediction is the shortest of its waits and the schedule's value, less a tenth. If
-waits suddenly become shorter, older ones are dropped at once. Knows waits; not pieces.
+waits suddenly become shorter, older ones are dropped at once. A wait whose input was there when it began counts only
+until FEW others were observed: nothing can run in it, so it says nothing about waits in which something can, and on a
+busy host many waits are like that. Knows waits; not pieces.
 """
 
 from __future__ import annotations
@@ -67,9 +69,14 @@ class Guard:
         """Records a wait; its length is 0 if the input was there."""
         seen = self._seen.setdefault(index, deque(maxlen=RECENT))
         waited_ns = ended_ns - began_ns
+        if not waited_ns and len(seen) >= FEW and all(wait.waited_ns for wait in seen):
+            return
         if len(seen) >= FEW and waited_ns < self.wait_ns(index, began_ns) * DOUBT:
             seen.clear()  # a new plan or a new rhythm: earlier waits do not apply
         seen.append(_Wait(waited_ns, self._anchor.op, ended_ns - self._anchor.at_ns if waited_ns else 0))
+        real = [wait for wait in seen if wait.waited_ns]
+        if FEW <= len(real) < len(seen):
+            self._seen[index] = seen = deque(real, maxlen=RECENT)
         lately = list(seen)[-FEW:]
         if len(seen) > FEW and min(wait.waited_ns for wait in lately) * DOUBT > self.wait_ns(index, began_ns):
             self._seen[index] = deque(lately, maxlen=RECENT)  # likewise if several waits in a row are longer

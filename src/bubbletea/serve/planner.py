@@ -343,11 +343,10 @@ class Planner:
         self._points.append((tokens, context, took_ns / 1e9))
         if not self.learns_costs or len(self._points) < (FEW_POINTS if self._halvings else POINTS):
             return
-        took_s = sum(seconds for _, _, seconds in self._points)
-        ratio = took_s * 1e9 / sum(self.costs.layer(tokens, context) for tokens, context, _ in self._points)
-        if self._halvings:  # too few pieces to fit them
-            layer = self.costs.layer.times(ratio)
-        elif abs(1 / ratio - 1) > TRUST:
+        pieces_ns = [(seconds * 1e9, self.costs.layer(tokens, context)) for tokens, context, seconds in self._points]
+        if self._halvings:  # too few pieces to fit them; on a busy host, one of them may take many times its usual time
+            layer = self.costs.layer.times(float(np.median([took / predicted for took, predicted in pieces_ns])))
+        elif abs(sum(predicted for _, predicted in pieces_ns) / sum(took for took, _ in pieces_ns) - 1) > TRUST:
             layer = measured(self.costs, list(self._points)).layer
         else:
             return

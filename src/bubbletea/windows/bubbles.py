@@ -22,6 +22,8 @@ SWITCH_NS = 100_000
 """Subtracted from every window: from the end of an op to the first kernel of a slice, and back."""
 MAX_RISK = 0.25
 """Largest risk: at least three of four windows are as long as forecast."""
+CLOSED = 0.1
+"""Of a worker's average windows: if its margins leave less, they are not used."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -218,12 +220,26 @@ class Forecast:
 
     def spans(self) -> tuple[Ints, Ints]:
         """Start of every window of the Pattern, corrected, and end of the part that may be used; a window shorter than
-        its margins has length 0."""
-        late, early = self.learner.margins(self.risk)
+        its margins has length 0. A worker whose margins leave it almost nothing gets its average windows: on a busy
+        host some of its windows are closed and others are not, and a prompt takes as many of them as it needs."""
+        start, length = self._less(*self.learner.margins(self.risk))
+        usual_start, usual = self._less(*self.learner.averages())
+        closed = self._by_worker(length) < CLOSED * self._by_worker(usual)
+        start, length = np.where(closed, usual_start, start), np.where(closed, usual, length)
+        return start, start + (self.share * length).astype(np.int64)
+
+    def _less(self, late: Ints, early: Ints) -> tuple[Ints, Ints]:
+        """Starts and lengths of all windows, less these margins."""
         start = self.pattern.start_ns + late + SWITCH_NS // 2
         end = self.pattern.end_ns + early - SWITCH_NS // 2
-        length = np.maximum(0, np.minimum(end, self.period_ns) - start)
-        return start, start + (self.share * length).astype(np.int64)
+        return start, np.maximum(0, np.minimum(end, self.period_ns) - start)
+
+    def _by_worker(self, length: Ints) -> Ints:
+        """By window: the sum of all windows of its worker."""
+        total = np.concatenate([np.zeros(1, np.int64), np.cumsum(length)])
+        ptr = self.pattern.ptr
+        found: Ints = np.repeat(total[ptr[1:]] - total[ptr[:-1]], np.diff(ptr))
+        return found
 
     def use(self, share: float) -> None:
         """Only the first part of every window may be used from now on."""

@@ -60,6 +60,11 @@ class Learner:
         early = np.sort(np.where(np.isnan(self._early), np.inf, self._early), axis=1)[:, :count]
         return _whole(late[:, rank]), _whole(early[:, count - 1 - rank])
 
+    def averages(self) -> tuple[Ints, Ints]:
+        """By slot: the average deviations of its start and of its end."""
+        counts = np.maximum(1, np.sum(~np.isnan(self._late), axis=1))
+        return _whole(np.nansum(self._late, axis=1) / counts), _whole(np.nansum(self._early, axis=1) / counts)
+
     def _is_outside(self, late_ns: Ints, early_ns: Ints, known: NDArray[np.bool_]) -> bool:
         """Whether most slots are outside their history; the suspected periods are not part of it."""
         count = min(self.seen, HISTORY)

@@ -204,6 +204,17 @@ def test_an_input_without_a_wait_has_no_known_arrival_time() -> None:
     assert guard.wait_ns(1, 5200) == 0
 
 
+def test_waits_that_were_over_when_they_began_do_not_shorten_the_prediction() -> None:
+    """As on a busy host: nothing can run in such a wait, so it says nothing about the others."""
+    guard = Guard(0.1, {0: 1000})
+    see(guard, 0, 0)
+    assert guard.wait_ns(0, 10**6) == 0, "until other waits were observed, the schedule is not trusted"
+    see(guard, 0, 900, 0, 910, 0, 0, 920, 0, 0, 0, 905, 0)
+    assert guard.wait_ns(0, 10**6) == 900
+    see(guard, 0, 300)
+    assert guard.wait_ns(0, 10**6) == 270, "but a short one does"
+
+
 # ---- where idle time goes ----------------------------------------------------------------------------------------
 def test_idle_time_is_split_by_cause() -> None:
     training = [Span(0, 100), Span(110, 200), Span(1005, 1100)]

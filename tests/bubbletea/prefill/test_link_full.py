@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -32,10 +33,11 @@ def test_a_service_that_does_not_read_makes_the_link_full(monkeypatch: pytest.Mo
     for layer in range(4):
         link.kv(task, PrefillPiece(0, 0, num, layer), lambda: kv)
     assert link.is_full
-    read, deadline = 0, time.monotonic() + 10
+    read, deadline = 0, time.monotonic() + 60
     there.settimeout(0.2)
     while link.is_full and time.monotonic() < deadline:
-        read += len(there.recv(1 << 20))
+        with suppress(TimeoutError):  # a busy host
+            read += len(there.recv(1 << 20))
     assert not link.is_full
     assert read > 2 * kv.nbytes
     link.close()

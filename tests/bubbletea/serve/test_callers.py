@@ -48,7 +48,7 @@ def test_a_caller_with_the_token_gets_in_among_idle_ones_and_garbage() -> None:
     try:
         with flooded(server.address):
             for _ in range(20):
-                with socket.create_connection(server.address, timeout=10) as sock:
+                with socket.create_connection(server.address, timeout=60) as sock:
                     greet(sock, "token", {"name": "decoder"})
     finally:
         server.close()
@@ -60,7 +60,7 @@ def test_a_server_that_is_closed_closes_callers_that_it_is_accepting() -> None:
         server = KvServerThread(KvServer(HOLDER, "token"), "127.0.0.1")
         with ExitStack() as stack:
             for _ in range(30):
-                stack.enter_context(socket.create_connection(server.address, timeout=10))
+                stack.enter_context(socket.create_connection(server.address, timeout=60))
             server.close()
 
 
@@ -69,7 +69,7 @@ def test_garbage_does_not_fill_the_log(monkeypatch: pytest.MonkeyPatch, caplog: 
     server = KvServerThread(KvServer(HOLDER, "token"), "127.0.0.1")
     try:
         for _ in range(20):
-            with socket.create_connection(server.address, timeout=10) as sock, suppress(ConnectionResetError):
+            with socket.create_connection(server.address, timeout=60) as sock, suppress(ConnectionResetError):
                 sock.sendall(b"x" * 64)
                 while sock.recv(4096):  # until the server has closed it, which is after it has logged
                     pass
@@ -88,7 +88,7 @@ def flooded(address: tuple[str, int]) -> Iterator[None]:
         held: list[socket.socket] = []
         while not over.is_set():
             with suppress(OSError):
-                held.append(socket.create_connection(address, timeout=10))
+                held.append(socket.create_connection(address, timeout=60))
                 if len(held) % 2:
                     held[-1].send(os.urandom(64))
             if len(held) >= 50:
@@ -100,7 +100,7 @@ def flooded(address: tuple[str, int]) -> Iterator[None]:
     thread = threading.Thread(target=flood)
     thread.start()
     try:
-        assert begun.wait(30)
+        assert begun.wait(60)
         yield
     finally:
         over.set()

@@ -152,6 +152,37 @@ def test_a_worker_that_has_no_windows_any_more_is_learnt() -> None:
     assert planner.costs == costs, "no cost is too high for a window that does not exist"
 
 
+@pytest.mark.parametrize("closed", [2, 5, 7])
+def test_a_busy_host_closes_no_lane_that_still_has_open_windows(closed: int) -> None:
+    """In `closed` of eight periods a worker gets no CPU time, for 20 s: requests are admitted, and planned to take
+    longer than on an idle host, by the share of windows that are open."""
+    windows, planner = alone_planner()
+    costs, period_ns, tokens, took = planner.costs, windows.pattern.period_ns, 4096, list[float]()
+    for step in range(100):
+        starved(planner, windows, step, worker=1 if step % 8 < closed else -1)
+        now_ns = (step + 1) * period_ns
+        request = PrefillRequest(f"r{step}", "", tokens, now_ns, now_ns + 60_000 * MS)
+        found = planner.admit(request, now_ns)
+        if step > 8:  # in the first periods, no window was open
+            assert isinstance(found, Placement), f"in step {step}"
+            took.append((found.delivered_ns - now_ns) / period_ns)
+        planner.cancel(request.id, now_ns)
+    assert planner.costs == costs, "windows are the reason, not costs"
+    assert max(took[16:]) < 2 + 8 / (8 - closed) * min(took), "nor is less planned than the host has left"
+
+
+@pytest.mark.parametrize("num_closed", [5, 12, 40])
+def test_a_lane_is_open_again_with_the_first_open_window(num_closed: int) -> None:
+    windows, planner = alone_planner()
+    for step in range(100):
+        starved(planner, windows, step, worker=1 if 40 <= step < 40 + num_closed else -1)
+        now_ns = (step + 1) * windows.pattern.period_ns
+        found = planner.admit(PrefillRequest(f"r{step}", "", 64, now_ns, now_ns + 60_000 * MS), now_ns)
+        if step > 40 + num_closed:  # a period is learnt when the next one begins
+            assert isinstance(found, Placement), f"{step - 40 - num_closed} periods after the host was busy"
+        planner.cancel(f"r{step}", now_ns)
+
+
 def test_costs_of_admitted_requests_recover_after_windows_were_closed() -> None:
     windows, planner = alone_planner()
     costs = planner.costs
@@ -167,6 +198,6 @@ def test_costs_of_admitted_requests_recover_after_windows_were_closed() -> None:
     now_ns = 100 * windows.pattern.period_ns
     planner.advance(now_ns)
     assert not planner.is_waiting("r")
-    for _ in range(FEW_POINTS):
-        planner.ran(64, 0, 2 * MS)
-    assert planner.costs.layer(64, 0) == pytest.approx(2 * MS), "the first measured pieces replace a guess"
+    for number in range(FEW_POINTS):
+        planner.ran(64, 0, 200 * MS if number == 3 else 2 * MS)
+    assert planner.costs.layer(64, 0) == pytest.approx(2 * MS), "the first measured pieces replace a guess, but one"

@@ -40,7 +40,7 @@ from atlas.wan.transport.base import Key, PeerRoute
 from atlas.wan.transport.endpoint import Endpoint
 from atlas.wan.transport.settings import TransportSettings
 
-QUICK = TransportSettings(max_streams=2, deadline_s=2.0, stall_s=1.0, handshake_s=2.0)
+PATIENT = TransportSettings(max_streams=2, deadline_s=60.0)
 HALF = {"east": LAYERS[:3], "west": LAYERS[3:]}
 
 
@@ -50,13 +50,13 @@ class Datacenter:
     def __init__(self, root: Path, name: str, other: str, copies: LocalStore | None = None) -> None:
         self.root, self.name, self.other = root / name, name, other
         self.own, self.kept = LocalStore(self.root / OWN), LocalStore(self.root / copies_of(other))
-        self.endpoint = Endpoint(f"{name}/w", settings=QUICK)
-        self.server = CheckpointServer(self.endpoint, {OWN: self.own, copies_of(other): copies or self.kept}, idle_s=5)
+        self.endpoint = Endpoint(f"{name}/w", settings=PATIENT)
+        self.server = CheckpointServer(self.endpoint, {OWN: self.own, copies_of(other): copies or self.kept})
 
     def connect(self, other: Datacenter) -> None:
         peer = f"{self.other}/w"
         self.server.admit({peer: PeerRoute(other.endpoint.address)})
-        self.client = CheckpointClient(self.endpoint, peer, PeerRoute(other.endpoint.address), patience_s=5)
+        self.client = CheckpointClient(self.endpoint, peer, PeerRoute(other.endpoint.address), patience_s=60)
         self.replica = RemoteStore(self.client, copies_of(self.name))
 
     def save(self, step: int, size: int = 1000) -> None:
@@ -66,7 +66,7 @@ class Datacenter:
 
     def close(self) -> None:
         self.server.close()
-        self.endpoint.close()
+        self.endpoint.close(1.0)
 
 
 @pytest.fixture
@@ -187,7 +187,7 @@ def test_a_broken_fetch_continues_where_it_stopped(
 @pytest.mark.parametrize("victim", ["sender", "server"])
 def test_a_kill_in_the_middle_of_a_copy_leaves_nothing_that_counts(tmp_path: Path, victim: str) -> None:
     kept = LocalStore(tmp_path / "of-east")
-    endpoint = Endpoint("west/w", settings=QUICK)
+    endpoint = Endpoint("west/w", settings=PATIENT)
     server = CheckpointServer(endpoint, {copies_of("east"): kept}, idle_s=1.0)
     sender = Path(__file__).with_name("checkpoint_sender.py")
     command = [sys.executable, str(sender), str(endpoint.address[1]), str(tmp_path / "own")]
@@ -289,6 +289,7 @@ def test_a_peer_that_is_gone_is_an_oserror(sites: Make) -> None:
     east, west = sites()
     east.replica.write("x", [b"data"])
     west.close()
+    east.client.patience_s = 1.0
     with pytest.raises(ConnectionError):
         east.replica.names()
 

@@ -107,12 +107,19 @@ def test_training_may_change_its_tensors_while_they_are_written(tmp_path: Path) 
     assert same(load_layers(checkpoint, LAYERS), numbered(5))
 
 
-def test_a_second_save_waits_for_the_first_and_reports_how_long(tmp_path: Path) -> None:
-    gate = threading.Event()
+def test_a_second_save_waits_for_the_first_and_reports_how_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, wait = threading.Event(), Checkpointer.wait
+
+    def waits(checkpointer: Checkpointer, timeout_s: float | None = None) -> bool:
+        threading.Timer(0.1, gate.set).start()
+        return wait(checkpointer, timeout_s)
+
     slow = Faulty(LocalStore(tmp_path), lambda name, done: gate.wait(120) and None)
     checkpointer = Checkpointer(slow, "w", LAYERS)
     checkpointer.save(1, numbered(1), meta_at(1))
-    threading.Timer(1.0, gate.set).start()
+    monkeypatch.setattr(Checkpointer, "wait", waits)
     assert checkpointer.save(2, numbered(2), meta_at(2)).wait_s > 0.05
     assert checkpointer.save(2, numbered(2), meta_at(2)).copy_s == 0
     checkpointer.close()

@@ -64,7 +64,7 @@ def peer() -> Iterator[Peer]:
 
 
 def call(address: tuple[str, int], kind: bytes) -> socket.socket:
-    sock = socket.create_connection(address, timeout=10)
+    sock = socket.create_connection(address, timeout=60)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.sendall(kind)
     return sock

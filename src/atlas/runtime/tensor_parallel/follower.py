@@ -7,8 +7,11 @@ until its orders end. It sees no Program, no link and no clock.
 
 from __future__ import annotations
 
+import contextlib
 import json
-from typing import Any, TextIO
+import os
+import sys
+from typing import Any, NoReturn, TextIO
 
 import torch
 
@@ -24,8 +27,10 @@ TENSOR = {"tensor": True}
 """In an order: an activation or a gradient, which the leader shares with the group."""
 
 
-def follow(assignment: Assignment, rank: int, store: GroupStore, orders: TextIO, replies: TextIO) -> None:
-    """Make calls until the leader ends them, or is gone."""
+def follow(assignment: Assignment, rank: int, store: GroupStore, orders: TextIO, replies: TextIO) -> NoReturn:
+    """Make calls until the leader ends them, or is gone; then this process ends. Nothing is destroyed before: a process
+    group waits for its operations when it is, and gloo's threads may abort an interpreter that ends under them."""
+    code = 1
     try:
         role = assignment.role
         if assignment.nccl_on_shared_gpu:
@@ -38,10 +43,15 @@ def follow(assignment: Assignment, rank: int, store: GroupStore, orders: TextIO,
         for line in orders:
             order = json.loads(line)
             if order["call"] == "end":
-                return
+                break
             _call(stage_set, **order)
+        code = 0
     except Exception as error:
         MessageWriter(replies).send(error_message(error))
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.flush()
+        os._exit(code)
 
 
 def _call(stage_set: ShardedStageSet, call: str, stage: int | None, args: list[Any], kwargs: dict[str, Any]) -> None:

@@ -117,7 +117,6 @@ def _fork(assignment: Assignment, rank: int, store: GroupStore) -> _Process:
     leader = os.getpid()
     pid = os.fork()
     if pid == 0:
-        code = 1
         try:
             end_with_parent(leader)
             os.dup2(their_orders, 0)
@@ -128,11 +127,8 @@ def _fork(assignment: Assignment, rank: int, store: GroupStore) -> _Process:
             place = assignment.device if assignment.nccl_on_shared_gpu else place_of(assignment.device, rank)
             mine = replace(assignment, device=place)
             follow(mine, rank, store, os.fdopen(0), os.fdopen(3, "w"))
-            code = 0
         finally:
-            with contextlib.suppress(OSError, ValueError):
-                sys.stderr.flush()
-            os._exit(code)  # gloo's threads may abort an interpreter that unwinds under them
+            os._exit(1)
     os.close(their_orders)
     os.close(their_replies)
     return _Process(pid, os.fdopen(orders, "w"), os.fdopen(replies))
