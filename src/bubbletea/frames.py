@@ -9,7 +9,6 @@ No pickle; every size is checked before anything is allocated. Knows no tensors.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import hmac
 import json
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from atlas.callers import CallerServer, start_tls
 from atlas.errors import WorkerError
 
 if TYPE_CHECKING:
@@ -41,13 +41,6 @@ MAX_GREETING_BYTES = 4096
 """Largest fields of a caller before the token is proved; a payload is not accepted."""
 GREETING_S = 10.0
 """Time limit of the handshake, of TLS and of the token together."""
-MAX_GREETING, MAX_CALLERS = 64, 4096
-"""Connections in the handshake, of which the oldest makes room for a new one, and connections in all."""
-
-BACKLOG = 1024
-"""Callers that may wait in the kernel to be accepted. If it is full, a caller tries again a second later."""
-NO_DESCRIPTOR_S = 0.05
-"""Pause after a failed accept: most likely no file descriptor is left."""
 WARN_S = 1.0
 """Between two lines in the log about callers without the token: garbage must not fill a disk."""
 
@@ -172,95 +165,19 @@ def write(writer: asyncio.StreamWriter, kind: int, fields: Mapping[str, Any], pa
     return len(head) + len(payload)
 
 
-class FrameServer:
+class FrameServer(CallerServer):
     """Runs one task per connection on the event loop, until `close`. A subclass talks to one caller in `_talk`, and
-    calls `_admit` first: until then a connection has little memory and a short time limit."""
+    calls `_admit` first."""
 
     def __init__(self, token: str, context: ssl.SSLContext | None = None) -> None:
         """`context`: callers need a certificate, and everything is encrypted."""
+        super().__init__(self._talk, self._warn)
         self.token, self.context = token, context
-        self._socket: socket.socket | None = None
-        self._connecting: set[asyncio.Task[Any]] = set()
-        self._callers: set[asyncio.Task[None]] = set()
-        self._greeting: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
-        """Callers that have not proved the token, the oldest first."""
         self._warned_s = -WARN_S
 
-    def _listen_at(self, host: str, port: int) -> tuple[str, int]:
-        """The IP address and the port that it has got; raises OSError if it cannot listen there."""
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, port), family=family)
-        self._listen(listener)
-        bound: tuple[str, int] = listener.getsockname()[:2]
-        return bound
-
-    def _listen(self, listener: socket.socket) -> None:
-        """Accepts callers from now on."""
-        listener.setblocking(False)
-        listener.listen(BACKLOG)
-        self._socket = listener
-        asyncio.get_running_loop().add_reader(listener, self._accept, listener)
-
-    def _accept(self, listener: socket.socket) -> None:
-        """One at a time, so that those who were accepted can prove the token meanwhile. asyncio's own server accepts
-        as many at once as its queue has, and new ones would replace all of them."""
-        loop = asyncio.get_running_loop()
-        try:
-            sock, _ = listener.accept()
-        except BlockingIOError:
-            return
-        except OSError:
-            loop.remove_reader(listener)
-            loop.call_later(NO_DESCRIPTOR_S, self._accept_again, listener)
-            return
-
-        def protocol() -> asyncio.StreamReaderProtocol:
-            return asyncio.StreamReaderProtocol(asyncio.StreamReader(), self._serve)
-
-        sock.setblocking(False)
-        task = asyncio.create_task(loop.connect_accepted_socket(protocol, sock))
-        self._connecting.add(task)
-        task.add_done_callback(self._connecting.discard)
-
-    def _accept_again(self, listener: socket.socket) -> None:
-        if listener.fileno() >= 0:  # not closed meanwhile
-            asyncio.get_running_loop().add_reader(listener, self._accept, listener)
-
-    async def close(self) -> None:
-        if self._socket is not None:
-            asyncio.get_running_loop().remove_reader(self._socket)
-            self._socket.close()
-        await asyncio.gather(*self._connecting, return_exceptions=True)  # then they are callers
-        for caller in self._callers:
-            caller.cancel()
-        await asyncio.gather(*self._callers, return_exceptions=True)
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        me = asyncio.current_task()
-        assert me is not None
-        if len(self._greeting) >= MAX_GREETING:
-            self._greeting.pop(next(iter(self._greeting))).transport.abort()
-        if len(self._callers) >= MAX_CALLERS:
-            writer.transport.abort()
-            return
-        self._callers.add(me)
-        self._greeting[me] = writer
-        try:
-            await self._talk(reader, writer)
-        except (ClosedError, OSError, TimeoutError):
-            pass  # the caller has disconnected or is silent
-        except (WorkerError, LookupError, TypeError, ValueError, ArithmeticError) as error:
-            self._warn(error, is_admitted=me not in self._greeting)
-        except asyncio.CancelledError:
-            pass  # cancelled by `close`
-        finally:
-            self._callers.discard(me)
-            self._greeting.pop(me, None)
-            writer.close()
-            with contextlib.suppress(OSError):
-                await writer.wait_closed()
-
-    def _warn(self, error: Exception, *, is_admitted: bool) -> None:
+    def _warn(self, error: Exception, _writer: asyncio.StreamWriter, is_admitted: bool) -> None:
+        if isinstance(error, ClosedError | OSError):
+            return  # the caller has disconnected or is silent
         now_s = time.monotonic()
         if is_admitted or now_s - self._warned_s >= WARN_S:
             self._warned_s = self._warned_s if is_admitted else now_s
@@ -276,7 +193,7 @@ class FrameServer:
         back."""
         async with asyncio.timeout(GREETING_S):
             if self.context is not None:
-                await _start_tls(writer, self.context)
+                await start_tls(writer, self.context, GREETING_S)
             mine = secrets.token_hex(16)
             write(writer, CHALLENGE, {"nonce": mine})
             await writer.drain()
@@ -288,22 +205,11 @@ class FrameServer:
                 raise TokenRefused("a caller has another token: give both sides the same")
             write(writer, WELCOME, {**answer(proof.fields), "proof": _proof(self.token, "service", theirs, mine)})
             await writer.drain()
-        me = asyncio.current_task()
-        assert me is not None
-        self._greeting.pop(me, None)
+        self.admit()
         return proof.fields
 
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         raise NotImplementedError
-
-
-async def _start_tls(writer: asyncio.StreamWriter, context: ssl.SSLContext) -> None:
-    transport = writer.transport
-    try:
-        await writer.start_tls(context, ssl_handshake_timeout=GREETING_S)
-    except AttributeError:  # aborted meanwhile: asyncio loses the transport, and could not close the writer
-        writer._transport = transport  # type: ignore[attr-defined]
-        raise ClosedError("the other side has closed the connection") from None
 
 
 # ---- greeting ----------------------------------------------------------------------------------------------------

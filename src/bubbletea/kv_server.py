@@ -13,12 +13,12 @@ import ipaddress
 import os
 import socket
 import ssl
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from atlas.addresses import is_loopback
+from atlas.callers import LoopThread
 from atlas.errors import AtlasError, WorkerError
 from bubbletea.frames import FrameServer, OlderReleaseError, WireFrame, pack, receive_async, send, write
 from bubbletea.kv_blocks import END, FETCH, GONE, KV, PLACE, PLACES, READ, RELEASE, KvBlock, pack_block
@@ -110,7 +110,7 @@ class KvServer(FrameServer):
     async def start(self, host: str, port: int) -> None:
         if self.context is None and not is_loopback(host):
             raise AtlasError(f"hand-off on {host}: decode engines of other hosts need certificates. Give --certs")
-        bound, port = self._listen_at(host, port)
+        bound, port = await self.listen_at(host, port)
         self.address = (own_address(bound), port)
 
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -209,30 +209,22 @@ class KvServerThread:
 
     def __init__(self, server: KvServer, host: str) -> None:
         """Listens when it returns."""
-        self.server = server
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="bubbletea kv")
-        self._thread.start()
+        self.server, self._thread = server, LoopThread("bubbletea kv")
         try:
-            asyncio.run_coroutine_threadsafe(server.start(host, 0), self._loop).result()
+            self._thread.run(server.start(host, 0))
         except BaseException:
-            self._stop()
+            self._thread.close()
             raise
-        self._loop.call_soon_threadsafe(self._sweep)
+        self._thread.loop.call_soon_threadsafe(self._sweep)
 
     @property
     def address(self) -> tuple[str, int]:
         return self.server.address
 
     def close(self) -> None:
-        asyncio.run_coroutine_threadsafe(self.server.close(), self._loop).result()
-        self._stop()
+        self._thread.run(self.server.close())
+        self._thread.close()
 
     def _sweep(self) -> None:
         self.server.holder.drop_expired()
-        self._loop.call_later(SWEEP_S, self._sweep)
-
-    def _stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._thread.loop.call_later(SWEEP_S, self._sweep)
