@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from bubbletea.prefill.tls import TlsSocket
 
 log = logging.getLogger("bubbletea.frames")
-_HEAD, _BODY = struct.Struct("!4sBHQI"), struct.Struct("!I")
-"""Magic, kind, sizes of fields and payload, CRC-32 of these; after the handshake, the CRC-32 of fields and payload."""
-FIRST, MAGIC = b"BTF1", b"BTF2"
-"""The handshake has the format of release 1, so that an older caller gets an error that says to update it."""
+_HEAD, _CHECKSUM = struct.Struct("!4sBHQI"), struct.Struct("!I")
+"""Magic, kind, sizes of fields and payload, CRC-32 of fields and payload; then the CRC-32 of these."""
+HEAD_BYTES = _HEAD.size + _CHECKSUM.size
+MAGIC = b"BTF3"
 MAX_FIELDS_BYTES = (1 << 16) - 1
 MAX_PAYLOAD_BYTES = 1 << 30
 MAX_GREETING_BYTES = 4096
@@ -50,10 +50,6 @@ CHALLENGE, PROOF, WELCOME = 1, 2, 3
 Payload = bytes | bytearray | memoryview
 FrameSocket: TypeAlias = "socket.socket | TlsSocket"
 """A blocking one."""
-
-
-class OlderReleaseError(WorkerError):
-    """The other side runs release 1."""
 
 
 class ClosedError(WorkerError):
@@ -72,16 +68,13 @@ class WireFrame(NamedTuple):
     """Of the whole frame, as it was received."""
 
 
-def pack(kind: int, fields: Mapping[str, Any], payload: Payload = b"", *, is_first: bool = False) -> bytes:
-    """Head and fields; the payload is sent after them unchanged. `is_first`: in the format of release 1, as all frames
-    of the handshake."""
+def pack(kind: int, fields: Mapping[str, Any], payload: Payload = b"") -> bytes:
+    """Head and fields; the payload is sent after them unchanged."""
     text = json.dumps(fields, separators=(",", ":")).encode()
     if len(text) > MAX_FIELDS_BYTES or len(payload) > MAX_PAYLOAD_BYTES:
         raise WorkerError(f"a frame of {len(text)} and {len(payload)} bytes is larger than the receiver accepts")
-    is_first = is_first or kind <= WELCOME
-    head = _HEAD.pack(FIRST if is_first else MAGIC, kind, len(text), len(payload), 0)[:-4]
-    body = b"" if is_first else _BODY.pack(_checksum(text, payload, fields))
-    return head + struct.pack("!I", zlib.crc32(head)) + body + text
+    head = _HEAD.pack(MAGIC, kind, len(text), len(payload), _checksum(text, payload, fields))
+    return head + _CHECKSUM.pack(zlib.crc32(head)) + text
 
 
 def _checksum(text: bytes | memoryview, payload: Payload, fields: Mapping[str, Any]) -> int:
@@ -89,29 +82,33 @@ def _checksum(text: bytes | memoryview, payload: Payload, fields: Mapping[str, A
     return zlib.crc32(b"" if "checksums" in fields else payload, zlib.crc32(text))
 
 
-def _checked(kind: int, text: bytes | memoryview, payload: Payload, checksum: Payload) -> dict[str, Any]:
-    """The fields."""
-    try:
-        fields = json.loads(bytes(text))
-    except (ValueError, RecursionError):
-        fields = None
-    if not isinstance(fields, dict):
-        raise WorkerError("the fields of a frame are not a JSON object")
-    if kind > WELCOME and _BODY.unpack(checksum)[0] != _checksum(text, payload, fields):
-        raise WorkerError("a frame was damaged on the way")
-    return fields
+class _FrameHead(NamedTuple):
+    kind: int
+    num_fields: int
+    num_payload: int
+    checksum: int
 
+    @classmethod
+    def of(cls, data: bytes, max_fields: int, max_payload: int) -> _FrameHead:
+        magic, *found = _HEAD.unpack_from(data)
+        head = cls(*found)
+        if magic != MAGIC or (zlib.crc32(data[: _HEAD.size]),) != _CHECKSUM.unpack_from(data, _HEAD.size):
+            raise WorkerError("not a BubbleTea frame: check that both ends run the same release")
+        if head.num_fields > max_fields or head.num_payload > max_payload:
+            given, allowed = f"{head.num_fields} and {head.num_payload}", f"{max_fields} and {max_payload}"
+            raise WorkerError(f"a frame of {given} bytes is more than the {allowed} allowed")
+        return head
 
-def _sizes(head: bytes, max_fields: int, max_payload: int) -> tuple[int, int, int]:
-    magic, kind, num_fields, num_payload, checksum = _HEAD.unpack(head)
-    if magic not in (FIRST, MAGIC) or zlib.crc32(head[:-4]) != checksum:
-        raise WorkerError("not a BubbleTea frame: check that both ends run the same release")
-    if (magic == FIRST) != (kind <= WELCOME):
-        raise OlderReleaseError("the other side runs an older release of BubbleTea: update it")
-    if num_fields > max_fields or num_payload > max_payload:
-        given, allowed = f"{num_fields} and {num_payload}", f"{max_fields} and {max_payload}"
-        raise WorkerError(f"a frame of {given} bytes is more than the {allowed} allowed")
-    return kind, num_fields, num_payload
+    def frame(self, text: bytes | memoryview, payload: Payload) -> WireFrame:
+        try:
+            fields = json.loads(bytes(text))
+        except (ValueError, RecursionError):
+            fields = None
+        if not isinstance(fields, dict):
+            raise WorkerError("the fields of a frame are not a JSON object")
+        if self.checksum != _checksum(text, payload, fields):
+            raise WorkerError("a frame was damaged on the way")
+        return WireFrame(self.kind, fields, payload, HEAD_BYTES + self.num_fields + self.num_payload)
 
 
 # ---- blocking sockets --------------------------------------------------------------------------------------------
@@ -122,10 +119,8 @@ def send(sock: FrameSocket, kind: int, fields: Mapping[str, Any], payload: Paylo
 
 
 def receive(sock: FrameSocket, *, max_payload: int = MAX_PAYLOAD_BYTES) -> WireFrame:
-    kind, num_fields, num_payload = _sizes(bytes(_exactly(sock, _HEAD.size)), MAX_FIELDS_BYTES, max_payload)
-    checksum = _exactly(sock, _BODY.size) if kind > WELCOME else b""
-    text, payload = _exactly(sock, num_fields), _exactly(sock, num_payload)
-    return WireFrame(kind, _checked(kind, text, payload, checksum), payload)
+    head = _FrameHead.of(bytes(_exactly(sock, HEAD_BYTES)), MAX_FIELDS_BYTES, max_payload)
+    return head.frame(_exactly(sock, head.num_fields), _exactly(sock, head.num_payload))
 
 
 def _exactly(sock: FrameSocket, count: int) -> memoryview:
@@ -143,13 +138,9 @@ async def receive_async(
     reader: asyncio.StreamReader, *, max_fields: int = MAX_FIELDS_BYTES, max_payload: int = MAX_PAYLOAD_BYTES
 ) -> WireFrame:
     try:
-        head = await reader.readexactly(_HEAD.size)
-        kind, num_fields, num_payload = _sizes(head, max_fields, max_payload)
-        checksum = await reader.readexactly(_BODY.size) if kind > WELCOME else b""
-        text = await reader.readexactly(num_fields)
-        payload = await reader.readexactly(num_payload) if num_payload else b""
-        fields = _checked(kind, text, payload, checksum)
-        return WireFrame(kind, fields, payload, _HEAD.size + len(checksum) + num_fields + num_payload)
+        head = _FrameHead.of(await reader.readexactly(HEAD_BYTES), max_fields, max_payload)
+        text = await reader.readexactly(head.num_fields)
+        return head.frame(text, await reader.readexactly(head.num_payload) if head.num_payload else b"")
     except asyncio.IncompleteReadError:
         raise ClosedError("the other side has closed the connection") from None
 

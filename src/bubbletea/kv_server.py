@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from atlas.addresses import is_loopback
 from atlas.callers import LoopThread
 from atlas.errors import AtlasError, WorkerError
-from bubbletea.frames import FrameServer, OlderReleaseError, WireFrame, pack, receive_async, send, write
+from bubbletea.frames import FrameServer, WireFrame, receive_async, send, write
 from bubbletea.kv_blocks import END, FETCH, GONE, KV, PLACE, PLACES, READ, RELEASE, KvBlock, pack_block
 from bubbletea.nixl_plane import Offer, is_installed, offer
 
@@ -29,10 +29,6 @@ IDLE_S = 120.0
 SEND_S = 30.0
 """A decode engine that reads nothing for this long is disconnected."""
 SWEEP_S = 1.0
-UPDATE = (
-    "keys and values are fetched from the workers: update the package atlas-bubbletea in the engine's environment to "
-    "the service's release"
-)
 NO_TICKET = "nothing under this ticket: it was fetched, has expired or never existed"
 
 
@@ -116,13 +112,8 @@ class KvServer(FrameServer):
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await self._admit(reader, writer)
         while True:
-            try:
-                async with asyncio.timeout(IDLE_S):
-                    frame = await receive_async(reader, max_payload=0)
-            except OlderReleaseError:
-                writer.write(pack(GONE, {"why": UPDATE}, is_first=True))
-                await writer.drain()
-                return
+            async with asyncio.timeout(IDLE_S):
+                frame = await receive_async(reader, max_payload=0)
             blocks = await self._answer(frame, writer)
             if blocks:
                 await self._offer(blocks, reader, writer)
