@@ -223,7 +223,7 @@ def _control() -> Iterator[int]:
 
 def _announce(port: int) -> None:
     """The first frame of a caller, with a payload of 1 GiB; on HTTP a header that never ends."""
-    head = struct.pack("!4sBHQ", b"BTF1", 2, 2, GIB)
+    head = struct.pack("!4sBHQI", b"BTF3", 2, 2, GIB, 0)
     first = head + struct.pack("!I", zlib.crc32(head)) + b"{}"
     for start in (first, b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nX: ", struct.pack("!Q", GIB)):
         _send(port, start, 64)

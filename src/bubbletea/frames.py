@@ -9,7 +9,6 @@ No pickle; every size is checked before anything is allocated. Knows no tensors.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import hmac
 import json
@@ -25,29 +24,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from atlas.callers import CallerServer, start_tls
 from atlas.errors import WorkerError
 
 if TYPE_CHECKING:
     from bubbletea.prefill.tls import TlsSocket
 
 log = logging.getLogger("bubbletea.frames")
-_HEAD, _BODY = struct.Struct("!4sBHQI"), struct.Struct("!I")
-"""Magic, kind, sizes of fields and payload, CRC-32 of these; after the handshake, the CRC-32 of fields and payload."""
-FIRST, MAGIC = b"BTF1", b"BTF2"
-"""The handshake has the format of release 1, so that an older caller gets an error that says to update it."""
+_HEAD, _CHECKSUM = struct.Struct("!4sBHQI"), struct.Struct("!I")
+"""Magic, kind, sizes of fields and payload, CRC-32 of fields and payload; then the CRC-32 of these."""
+HEAD_BYTES = _HEAD.size + _CHECKSUM.size
+MAGIC = b"BTF3"
 MAX_FIELDS_BYTES = (1 << 16) - 1
 MAX_PAYLOAD_BYTES = 1 << 30
 MAX_GREETING_BYTES = 4096
 """Largest fields of a caller before the token is proved; a payload is not accepted."""
 GREETING_S = 10.0
 """Time limit of the handshake, of TLS and of the token together."""
-MAX_GREETING, MAX_CALLERS = 64, 4096
-"""Connections in the handshake, of which the oldest makes room for a new one, and connections in all."""
-
-BACKLOG = 1024
-"""Callers that may wait in the kernel to be accepted. If it is full, a caller tries again a second later."""
-NO_DESCRIPTOR_S = 0.05
-"""Pause after a failed accept: most likely no file descriptor is left."""
 WARN_S = 1.0
 """Between two lines in the log about callers without the token: garbage must not fill a disk."""
 
@@ -57,10 +50,6 @@ CHALLENGE, PROOF, WELCOME = 1, 2, 3
 Payload = bytes | bytearray | memoryview
 FrameSocket: TypeAlias = "socket.socket | TlsSocket"
 """A blocking one."""
-
-
-class OlderReleaseError(WorkerError):
-    """The other side runs release 1."""
 
 
 class ClosedError(WorkerError):
@@ -79,16 +68,13 @@ class WireFrame(NamedTuple):
     """Of the whole frame, as it was received."""
 
 
-def pack(kind: int, fields: Mapping[str, Any], payload: Payload = b"", *, is_first: bool = False) -> bytes:
-    """Head and fields; the payload is sent after them unchanged. `is_first`: in the format of release 1, as all frames
-    of the handshake."""
+def pack(kind: int, fields: Mapping[str, Any], payload: Payload = b"") -> bytes:
+    """Head and fields; the payload is sent after them unchanged."""
     text = json.dumps(fields, separators=(",", ":")).encode()
     if len(text) > MAX_FIELDS_BYTES or len(payload) > MAX_PAYLOAD_BYTES:
         raise WorkerError(f"a frame of {len(text)} and {len(payload)} bytes is larger than the receiver accepts")
-    is_first = is_first or kind <= WELCOME
-    head = _HEAD.pack(FIRST if is_first else MAGIC, kind, len(text), len(payload), 0)[:-4]
-    body = b"" if is_first else _BODY.pack(_checksum(text, payload, fields))
-    return head + struct.pack("!I", zlib.crc32(head)) + body + text
+    head = _HEAD.pack(MAGIC, kind, len(text), len(payload), _checksum(text, payload, fields))
+    return head + _CHECKSUM.pack(zlib.crc32(head)) + text
 
 
 def _checksum(text: bytes | memoryview, payload: Payload, fields: Mapping[str, Any]) -> int:
@@ -96,29 +82,33 @@ def _checksum(text: bytes | memoryview, payload: Payload, fields: Mapping[str, A
     return zlib.crc32(b"" if "checksums" in fields else payload, zlib.crc32(text))
 
 
-def _checked(kind: int, text: bytes | memoryview, payload: Payload, checksum: Payload) -> dict[str, Any]:
-    """The fields."""
-    try:
-        fields = json.loads(bytes(text))
-    except (ValueError, RecursionError):
-        fields = None
-    if not isinstance(fields, dict):
-        raise WorkerError("the fields of a frame are not a JSON object")
-    if kind > WELCOME and _BODY.unpack(checksum)[0] != _checksum(text, payload, fields):
-        raise WorkerError("a frame was damaged on the way")
-    return fields
+class _FrameHead(NamedTuple):
+    kind: int
+    num_fields: int
+    num_payload: int
+    checksum: int
 
+    @classmethod
+    def of(cls, data: bytes, max_fields: int, max_payload: int) -> _FrameHead:
+        magic, *found = _HEAD.unpack_from(data)
+        head = cls(*found)
+        if magic != MAGIC or (zlib.crc32(data[: _HEAD.size]),) != _CHECKSUM.unpack_from(data, _HEAD.size):
+            raise WorkerError("not a BubbleTea frame: check that both ends run the same release")
+        if head.num_fields > max_fields or head.num_payload > max_payload:
+            given, allowed = f"{head.num_fields} and {head.num_payload}", f"{max_fields} and {max_payload}"
+            raise WorkerError(f"a frame of {given} bytes is more than the {allowed} allowed")
+        return head
 
-def _sizes(head: bytes, max_fields: int, max_payload: int) -> tuple[int, int, int]:
-    magic, kind, num_fields, num_payload, checksum = _HEAD.unpack(head)
-    if magic not in (FIRST, MAGIC) or zlib.crc32(head[:-4]) != checksum:
-        raise WorkerError("not a BubbleTea frame: check that both ends run the same release")
-    if (magic == FIRST) != (kind <= WELCOME):
-        raise OlderReleaseError("the other side runs an older release of BubbleTea: update it")
-    if num_fields > max_fields or num_payload > max_payload:
-        given, allowed = f"{num_fields} and {num_payload}", f"{max_fields} and {max_payload}"
-        raise WorkerError(f"a frame of {given} bytes is more than the {allowed} allowed")
-    return kind, num_fields, num_payload
+    def frame(self, text: bytes | memoryview, payload: Payload) -> WireFrame:
+        try:
+            fields = json.loads(bytes(text))
+        except (ValueError, RecursionError):
+            fields = None
+        if not isinstance(fields, dict):
+            raise WorkerError("the fields of a frame are not a JSON object")
+        if self.checksum != _checksum(text, payload, fields):
+            raise WorkerError("a frame was damaged on the way")
+        return WireFrame(self.kind, fields, payload, HEAD_BYTES + self.num_fields + self.num_payload)
 
 
 # ---- blocking sockets --------------------------------------------------------------------------------------------
@@ -129,10 +119,8 @@ def send(sock: FrameSocket, kind: int, fields: Mapping[str, Any], payload: Paylo
 
 
 def receive(sock: FrameSocket, *, max_payload: int = MAX_PAYLOAD_BYTES) -> WireFrame:
-    kind, num_fields, num_payload = _sizes(bytes(_exactly(sock, _HEAD.size)), MAX_FIELDS_BYTES, max_payload)
-    checksum = _exactly(sock, _BODY.size) if kind > WELCOME else b""
-    text, payload = _exactly(sock, num_fields), _exactly(sock, num_payload)
-    return WireFrame(kind, _checked(kind, text, payload, checksum), payload)
+    head = _FrameHead.of(bytes(_exactly(sock, HEAD_BYTES)), MAX_FIELDS_BYTES, max_payload)
+    return head.frame(_exactly(sock, head.num_fields), _exactly(sock, head.num_payload))
 
 
 def _exactly(sock: FrameSocket, count: int) -> memoryview:
@@ -150,13 +138,9 @@ async def receive_async(
     reader: asyncio.StreamReader, *, max_fields: int = MAX_FIELDS_BYTES, max_payload: int = MAX_PAYLOAD_BYTES
 ) -> WireFrame:
     try:
-        head = await reader.readexactly(_HEAD.size)
-        kind, num_fields, num_payload = _sizes(head, max_fields, max_payload)
-        checksum = await reader.readexactly(_BODY.size) if kind > WELCOME else b""
-        text = await reader.readexactly(num_fields)
-        payload = await reader.readexactly(num_payload) if num_payload else b""
-        fields = _checked(kind, text, payload, checksum)
-        return WireFrame(kind, fields, payload, _HEAD.size + len(checksum) + num_fields + num_payload)
+        head = _FrameHead.of(await reader.readexactly(HEAD_BYTES), max_fields, max_payload)
+        text = await reader.readexactly(head.num_fields)
+        return head.frame(text, await reader.readexactly(head.num_payload) if head.num_payload else b"")
     except asyncio.IncompleteReadError:
         raise ClosedError("the other side has closed the connection") from None
 
@@ -172,95 +156,19 @@ def write(writer: asyncio.StreamWriter, kind: int, fields: Mapping[str, Any], pa
     return len(head) + len(payload)
 
 
-class FrameServer:
+class FrameServer(CallerServer):
     """Runs one task per connection on the event loop, until `close`. A subclass talks to one caller in `_talk`, and
-    calls `_admit` first: until then a connection has little memory and a short time limit."""
+    calls `_admit` first."""
 
     def __init__(self, token: str, context: ssl.SSLContext | None = None) -> None:
         """`context`: callers need a certificate, and everything is encrypted."""
+        super().__init__(self._talk, self._warn)
         self.token, self.context = token, context
-        self._socket: socket.socket | None = None
-        self._connecting: set[asyncio.Task[Any]] = set()
-        self._callers: set[asyncio.Task[None]] = set()
-        self._greeting: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
-        """Callers that have not proved the token, the oldest first."""
         self._warned_s = -WARN_S
 
-    def _listen_at(self, host: str, port: int) -> tuple[str, int]:
-        """The IP address and the port that it has got; raises OSError if it cannot listen there."""
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, port), family=family)
-        self._listen(listener)
-        bound: tuple[str, int] = listener.getsockname()[:2]
-        return bound
-
-    def _listen(self, listener: socket.socket) -> None:
-        """Accepts callers from now on."""
-        listener.setblocking(False)
-        listener.listen(BACKLOG)
-        self._socket = listener
-        asyncio.get_running_loop().add_reader(listener, self._accept, listener)
-
-    def _accept(self, listener: socket.socket) -> None:
-        """One at a time, so that those who were accepted can prove the token meanwhile. asyncio's own server accepts
-        as many at once as its queue has, and new ones would replace all of them."""
-        loop = asyncio.get_running_loop()
-        try:
-            sock, _ = listener.accept()
-        except BlockingIOError:
-            return
-        except OSError:
-            loop.remove_reader(listener)
-            loop.call_later(NO_DESCRIPTOR_S, self._accept_again, listener)
-            return
-
-        def protocol() -> asyncio.StreamReaderProtocol:
-            return asyncio.StreamReaderProtocol(asyncio.StreamReader(), self._serve)
-
-        sock.setblocking(False)
-        task = asyncio.create_task(loop.connect_accepted_socket(protocol, sock))
-        self._connecting.add(task)
-        task.add_done_callback(self._connecting.discard)
-
-    def _accept_again(self, listener: socket.socket) -> None:
-        if listener.fileno() >= 0:  # not closed meanwhile
-            asyncio.get_running_loop().add_reader(listener, self._accept, listener)
-
-    async def close(self) -> None:
-        if self._socket is not None:
-            asyncio.get_running_loop().remove_reader(self._socket)
-            self._socket.close()
-        await asyncio.gather(*self._connecting, return_exceptions=True)  # then they are callers
-        for caller in self._callers:
-            caller.cancel()
-        await asyncio.gather(*self._callers, return_exceptions=True)
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        me = asyncio.current_task()
-        assert me is not None
-        if len(self._greeting) >= MAX_GREETING:
-            self._greeting.pop(next(iter(self._greeting))).transport.abort()
-        if len(self._callers) >= MAX_CALLERS:
-            writer.transport.abort()
-            return
-        self._callers.add(me)
-        self._greeting[me] = writer
-        try:
-            await self._talk(reader, writer)
-        except (ClosedError, OSError, TimeoutError):
-            pass  # the caller has disconnected or is silent
-        except (WorkerError, LookupError, TypeError, ValueError, ArithmeticError) as error:
-            self._warn(error, is_admitted=me not in self._greeting)
-        except asyncio.CancelledError:
-            pass  # cancelled by `close`
-        finally:
-            self._callers.discard(me)
-            self._greeting.pop(me, None)
-            writer.close()
-            with contextlib.suppress(OSError):
-                await writer.wait_closed()
-
-    def _warn(self, error: Exception, *, is_admitted: bool) -> None:
+    def _warn(self, error: Exception, _writer: asyncio.StreamWriter, is_admitted: bool) -> None:
+        if isinstance(error, ClosedError | OSError):
+            return  # the caller has disconnected or is silent
         now_s = time.monotonic()
         if is_admitted or now_s - self._warned_s >= WARN_S:
             self._warned_s = self._warned_s if is_admitted else now_s
@@ -276,7 +184,7 @@ class FrameServer:
         back."""
         async with asyncio.timeout(GREETING_S):
             if self.context is not None:
-                await _start_tls(writer, self.context)
+                await start_tls(writer, self.context, GREETING_S)
             mine = secrets.token_hex(16)
             write(writer, CHALLENGE, {"nonce": mine})
             await writer.drain()
@@ -288,22 +196,11 @@ class FrameServer:
                 raise TokenRefused("a caller has another token: give both sides the same")
             write(writer, WELCOME, {**answer(proof.fields), "proof": _proof(self.token, "service", theirs, mine)})
             await writer.drain()
-        me = asyncio.current_task()
-        assert me is not None
-        self._greeting.pop(me, None)
+        self.admit()
         return proof.fields
 
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         raise NotImplementedError
-
-
-async def _start_tls(writer: asyncio.StreamWriter, context: ssl.SSLContext) -> None:
-    transport = writer.transport
-    try:
-        await writer.start_tls(context, ssl_handshake_timeout=GREETING_S)
-    except AttributeError:  # aborted meanwhile: asyncio loses the transport, and could not close the writer
-        writer._transport = transport  # type: ignore[attr-defined]
-        raise ClosedError("the other side has closed the connection") from None
 
 
 # ---- greeting ----------------------------------------------------------------------------------------------------

@@ -13,14 +13,14 @@ import ipaddress
 import os
 import socket
 import ssl
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from atlas.addresses import is_loopback
+from atlas.callers import LoopThread
 from atlas.errors import AtlasError, WorkerError
-from bubbletea.frames import FrameServer, OlderReleaseError, WireFrame, pack, receive_async, send, write
+from bubbletea.frames import FrameServer, WireFrame, receive_async, send, write
 from bubbletea.kv_blocks import END, FETCH, GONE, KV, PLACE, PLACES, READ, RELEASE, KvBlock, pack_block
 from bubbletea.nixl_plane import Offer, is_installed, offer
 
@@ -29,10 +29,6 @@ IDLE_S = 120.0
 SEND_S = 30.0
 """A decode engine that reads nothing for this long is disconnected."""
 SWEEP_S = 1.0
-UPDATE = (
-    "keys and values are fetched from the workers: update the package atlas-bubbletea in the engine's environment to "
-    "the service's release"
-)
 NO_TICKET = "nothing under this ticket: it was fetched, has expired or never existed"
 
 
@@ -110,19 +106,14 @@ class KvServer(FrameServer):
     async def start(self, host: str, port: int) -> None:
         if self.context is None and not is_loopback(host):
             raise AtlasError(f"hand-off on {host}: decode engines of other hosts need certificates. Give --certs")
-        bound, port = self._listen_at(host, port)
+        bound, port = await self.listen_at(host, port)
         self.address = (own_address(bound), port)
 
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await self._admit(reader, writer)
         while True:
-            try:
-                async with asyncio.timeout(IDLE_S):
-                    frame = await receive_async(reader, max_payload=0)
-            except OlderReleaseError:
-                writer.write(pack(GONE, {"why": UPDATE}, is_first=True))
-                await writer.drain()
-                return
+            async with asyncio.timeout(IDLE_S):
+                frame = await receive_async(reader, max_payload=0)
             blocks = await self._answer(frame, writer)
             if blocks:
                 await self._offer(blocks, reader, writer)
@@ -209,30 +200,22 @@ class KvServerThread:
 
     def __init__(self, server: KvServer, host: str) -> None:
         """Listens when it returns."""
-        self.server = server
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="bubbletea kv")
-        self._thread.start()
+        self.server, self._thread = server, LoopThread("bubbletea kv")
         try:
-            asyncio.run_coroutine_threadsafe(server.start(host, 0), self._loop).result()
+            self._thread.run(server.start(host, 0))
         except BaseException:
-            self._stop()
+            self._thread.close()
             raise
-        self._loop.call_soon_threadsafe(self._sweep)
+        self._thread.loop.call_soon_threadsafe(self._sweep)
 
     @property
     def address(self) -> tuple[str, int]:
         return self.server.address
 
     def close(self) -> None:
-        asyncio.run_coroutine_threadsafe(self.server.close(), self._loop).result()
-        self._stop()
+        self._thread.run(self.server.close())
+        self._thread.close()
 
     def _sweep(self) -> None:
         self.server.holder.drop_expired()
-        self._loop.call_later(SWEEP_S, self._sweep)
-
-    def _stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._thread.loop.call_later(SWEEP_S, self._sweep)

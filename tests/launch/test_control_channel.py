@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import queue
 import socket
@@ -16,7 +17,7 @@ import pytest
 from atlas.errors import AtlasError, StartAgainError, WorkerError
 from atlas.launch import control_channel as module
 from atlas.launch.agent import Agent, AgentSettings, _Attempt
-from atlas.launch.control_channel import ControlChannel, frame, unframed
+from atlas.launch.control_channel import ControlChannel, ControlConnection, control_loop, frame, unframed
 from atlas.launch.remote_workers import RemoteWorkers
 from atlas.launch.rendezvous import VERSION, AgentName, JoinedAgent, Rendezvous, RendezvousClient
 from atlas.launch.run_monitor import _StallWatch
@@ -30,10 +31,17 @@ def drain(channel: ControlChannel, count: int) -> list[int]:
     return [channel.inbox.get(timeout=60)["n"] for _ in range(count)]
 
 
+def connection_of(sock: socket.socket) -> ControlConnection:
+    async def connected() -> ControlConnection:
+        return ControlConnection(*await asyncio.open_connection(sock=sock))
+
+    return control_loop().run(connected())
+
+
 def joined(a: ControlChannel, b: ControlChannel) -> None:
     left, right = socket.socketpair()
-    a.attach(left, b.num_received)
-    b.attach(right, a.num_received)
+    a.attach(connection_of(left), b.num_received)
+    b.attach(connection_of(right), a.num_received)
 
 
 def test_messages_survive_broken_connections_in_order_and_once() -> None:
@@ -61,7 +69,7 @@ def test_a_silent_connection_is_detected(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(module, "SILENCE_S", 0.6)
     a = ControlChannel()
     left, _silent = socket.socketpair()
-    a.attach(left, 0)
+    a.attach(connection_of(left), 0)
     deadline = time.monotonic() + 60
     while a.is_connected and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -76,7 +84,7 @@ def test_a_silent_connection_is_detected(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_garbage_ends_the_connection_and_nothing_else(garbage: bytes) -> None:
     a, b = ControlChannel(), ControlChannel()
     left, right = socket.socketpair()
-    a.attach(left, 0)
+    a.attach(connection_of(left), 0)
     right.sendall(garbage)
     deadline = time.monotonic() + 60
     while a.is_connected and time.monotonic() < deadline:
@@ -95,7 +103,7 @@ def test_a_message_has_a_size_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(WorkerError, match="larger than the limit of 100"):
         frame({"x": "y" * 100})
     with pytest.raises(ValueError, match="a frame of"):
-        unframed(bytearray(struct.pack("!I", 101)))
+        unframed(bytearray(struct.pack("!I", 101)), 100)
 
 
 def test_a_launcher_reconnects_by_itself() -> None:

@@ -6,14 +6,11 @@ Knows sockets and message numbers. Does not know what the messages mean, or who 
 
 from __future__ import annotations
 
+import asyncio
 import base64
-import contextlib
 import json
 import logging
 import queue
-import selectors
-import socket
-import ssl
 import struct
 import threading
 import time
@@ -23,6 +20,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
+from atlas.callers import LoopThread
 from atlas.errors import WorkerError
 
 log = logging.getLogger("atlas.launch")
@@ -54,12 +52,12 @@ def unpack_text(packed: str) -> str:
     return zlib.decompress(base64.b85decode(packed)).decode()
 
 
-def unframed(buffer: bytearray) -> Message | None:
+def unframed(buffer: bytearray, max_bytes: int) -> Message | None:
     """Remove and return the first message of the buffer; None if it is incomplete. ValueError if it is invalid."""
     if len(buffer) < _LENGTH.size:
         return None
     (length,) = _LENGTH.unpack_from(buffer)
-    if length > MAX_FRAME_BYTES:
+    if length > max_bytes:
         raise ValueError(f"a frame of {length:,} bytes")
     if len(buffer) < _LENGTH.size + length:
         return None
@@ -86,7 +84,7 @@ class ControlChannel:
         self._kept: deque[tuple[int, bytes]] = deque()
         self._kept_bytes = 0
         self._num_sent = self.num_received = 0
-        self._connection: _Connection | None = None
+        self._connection: ControlConnection | None = None
         self._handler: Callable[[Message], None] | None = None
 
     @property
@@ -114,15 +112,15 @@ class ControlChannel:
             time.sleep(0.02)
         return not self._kept
 
-    def attach(self, sock: socket.socket, num_they_received: int, early: bytes = b"") -> None:
-        """Use this connection, first for messages that the other side lacks. `early`: bytes already read from it."""
+    def attach(self, connection: ControlConnection, num_they_received: int) -> None:
+        """Use this connection, first for messages that the other side lacks."""
         with self._lock:
             self.detach()
             self._forget(num_they_received)
-            connection = self._connection = _Connection(sock, self)
+            self._connection = connection
             for _, data in self._kept:
                 connection.write(data)
-            connection.start(early)
+            connection.serve(self)
         self._on_change()
 
     def detach(self) -> None:
@@ -141,7 +139,7 @@ class ControlChannel:
             for message in messages:
                 self.send(message)
 
-    def take(self, connection: _Connection, body: Message) -> None:
+    def take(self, connection: ControlConnection, body: Message) -> None:
         """Of its connection: a frame was received."""
         with self._lock:
             if self._connection is not connection:
@@ -169,7 +167,7 @@ class ControlChannel:
         while self._kept and self._kept[0][0] <= num_received:
             self._kept_bytes -= len(self._kept.popleft()[1])
 
-    def lost(self, connection: _Connection) -> None:
+    def lost(self, connection: ControlConnection) -> None:
         """Of its connection: it is broken."""
         with self._lock:
             if self._connection is not connection:
@@ -179,148 +177,63 @@ class ControlChannel:
         self._on_change()
 
 
-class _Connection:
-    """A socket and what is to be written to it. The loop alone reads and writes: a TLS socket does not allow two."""
+class ControlConnection:
+    """A connection on the event loop of all channels. `write` and `close` from any thread."""
 
-    def __init__(self, sock: socket.socket, channel: ControlChannel) -> None:
-        self.sock, self._channel = sock, channel
-        self._out, self._in = bytearray(), bytearray()
-        self._lock = threading.Lock()
-        self.is_closed = False
-        self.events = selectors.EVENT_READ
-        self._last_read = self._last_write = time.monotonic()
-
-    def start(self, early: bytes) -> None:
-        self._in += early
-        self.sock.setblocking(False)
-        _loop().add(self)
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer, self._in = reader, writer, bytearray()
+        self._loop = asyncio.get_running_loop()
+        self._task: asyncio.Task[None] | None = None
+        self.ended = asyncio.Event()
+        """Set when it no longer serves its channel."""
 
     def write(self, data: bytes) -> None:
-        with self._lock:
-            self._out += data
-        _loop().wake(self)
+        self._loop.call_soon_threadsafe(self._writer.write, data)
 
     def close(self) -> None:
-        self.is_closed = True
-        _loop().wake(self)
+        self._loop.call_soon_threadsafe(lambda: self._writer.transport.abort())
 
-    def ended(self) -> None:
-        self.sock.close()
-        self._channel.lost(self)
+    def serve(self, channel: ControlChannel) -> None:
+        """Passes messages to the channel until the connection breaks or is closed."""
+        self._loop.call_soon_threadsafe(self._start, channel)
 
-    def serve(self, now: float) -> bool:
-        """Read and write what is possible; whether the connection is alive."""
-        if self.is_closed:
-            return False
+    async def receive(self, max_bytes: int) -> Message:
+        """The next message. Raises OSError where the connection is closed or silent, ValueError for anything else than
+        a message."""
+        while (message := unframed(self._in, max_bytes)) is None:
+            async with asyncio.timeout(SILENCE_S):
+                data = await self._reader.read(READ_BYTES)
+            if not data:
+                raise ConnectionResetError("the other side closed the connection")
+            self._in += data
+        return message
+
+    def _start(self, channel: ControlChannel) -> None:
+        self._task = asyncio.create_task(self._serve(channel))
+
+    async def _serve(self, channel: ControlChannel) -> None:
+        beats = asyncio.create_task(self._beat(channel))
         try:
-            if self._read():
-                self._last_read = now
-            if now - self._last_read > SILENCE_S:
-                return False
-            if now - self._last_write > HEARTBEAT_S and not self._out:
-                self._out += frame({"received": self._channel.num_received})
-            if self._flush():
-                self._last_write = now
-        except (OSError, ValueError, KeyError, TypeError, ArithmeticError):  # broken, or not our protocol
-            return False
-        return True
-
-    @property
-    def wanted_events(self) -> int:
-        return selectors.EVENT_READ | (selectors.EVENT_WRITE if self._out else 0)
-
-    def _read(self) -> bool:
-        received = False
-        with contextlib.suppress(BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             while True:
-                data = self.sock.recv(READ_BYTES)
-                if not data:
-                    raise ConnectionResetError("the other side closed the connection")
-                received = True
-                self._in += data
-                while (body := unframed(self._in)) is not None:
-                    self._channel.take(self, body)
-        while (body := unframed(self._in)) is not None:  # bytes that `attach` was given
-            self._channel.take(self, body)
-        return received
-
-    def _flush(self) -> bool:
-        wrote = False
-        with contextlib.suppress(BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError), self._lock:
-            while self._out:
-                num_bytes = self.sock.send(self._out[:READ_BYTES])
-                del self._out[:num_bytes]
-                wrote = True
-        return wrote
-
-
-class _ChannelLoop:
-    """One thread that reads and writes the connections of all channels of this process."""
-
-    def __init__(self) -> None:
-        self._selector = selectors.DefaultSelector()
-        self._wake, self._woken = socket.socketpair()
-        for end in (self._wake, self._woken):
-            end.setblocking(False)
-        self._selector.register(self._woken, selectors.EVENT_READ)
-        self._lock = threading.Lock()
-        self._new: list[_Connection] = []
-        self._due: set[_Connection] = set()
-        self._connections: set[_Connection] = set()
-        threading.Thread(target=self._run, daemon=True, name="control channels").start()
-
-    def add(self, connection: _Connection) -> None:
-        with self._lock:
-            self._new.append(connection)
-        self.wake(connection)
-
-    def wake(self, connection: _Connection) -> None:
-        """Serve a connection soon: there is something to write, or it was closed."""
-        with self._lock:
-            self._due.add(connection)
-        with contextlib.suppress(BlockingIOError):  # it is awake
-            self._wake.send(b"!")
-
-    def _run(self) -> None:
-        ticked = time.monotonic()
-        while True:
-            ready = {key.data for key, _ in self._selector.select(HEARTBEAT_S / 2)}
-            if None in ready:
-                with contextlib.suppress(BlockingIOError):
-                    self._woken.recv(1 << 16)
-            now = time.monotonic()
-            with self._lock:
-                new, due, self._new, self._due = self._new, self._due, [], set()
-            for connection in new:
-                self._register(connection)
-            due |= ready - {None}
-            if now - ticked > HEARTBEAT_S / 2:  # heartbeats, and connections that are silent
-                due, ticked = set(self._connections), now
-            for connection in due & self._connections:
-                self._serve(connection, now)
-
-    def _register(self, connection: _Connection) -> None:
-        try:
-            self._selector.register(connection.sock, connection.events, connection)
-            self._connections.add(connection)
-        except (ValueError, OSError):  # closed meanwhile
-            connection.ended()
-
-    def _serve(self, connection: _Connection, now: float) -> None:
-        try:
-            is_alive = connection.serve(now)
+                channel.take(self, await self.receive(MAX_FRAME_BYTES))
+        except (OSError, ValueError, KeyError, TypeError, ArithmeticError):
+            pass  # broken, or not our protocol
         except Exception:  # a bug: it ends this connection and no other
             log.exception("a control channel failed")
-            is_alive = False
-        if not is_alive:
-            self._connections.discard(connection)
-            self._selector.unregister(connection.sock)
-            connection.ended()
-        elif connection.events != connection.wanted_events:
-            connection.events = connection.wanted_events
-            self._selector.modify(connection.sock, connection.events, connection)
+        finally:
+            beats.cancel()
+            self._writer.transport.abort()
+            self.ended.set()
+            channel.lost(self)
+
+    async def _beat(self, channel: ControlChannel) -> None:
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            if not self._writer.transport.get_write_buffer_size():
+                self._writer.write(frame({"received": channel.num_received}))
 
 
 @cache
-def _loop() -> _ChannelLoop:
-    return _ChannelLoop()
+def control_loop() -> LoopThread:
+    """The event loop of all channels of this process."""
+    return LoopThread("control channels")

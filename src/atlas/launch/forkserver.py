@@ -19,14 +19,13 @@ import socket
 import subprocess
 import sys
 import threading
-import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import atlas
 from atlas.errors import WorkerError
-from atlas.lifetime import Lifeline, end_with_parent
+from atlas.lifetime import Lifeline, end_process, forked, start_module
 
 START_S = 120.0
 """Importing torch from a cold disk takes half a minute."""
@@ -69,17 +68,13 @@ class ForkServer:
         """Started, and not yet returned by `start`. It may have ended by then."""
         self._replied = threading.Condition()
         self._is_gone = False
-        # Children import this copy of atlas, not another one that is installed.
-        source = str(Path(atlas.__file__).parent.parent)
-        path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "atlas.launch.forkserver", module, str(theirs.fileno())],
+            self._process = start_module(
+                *("atlas.launch.forkserver", module, str(theirs.fileno())),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
-                start_new_session=True,  # Ctrl-C goes to the launcher alone, which ends the rest
+                env={"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
             )
         threading.Thread(target=self._read, daemon=True, name="fork server").start()
 
@@ -106,11 +101,7 @@ class ForkServer:
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._ours.shutdown(socket.SHUT_RDWR)
-        try:
-            self._process.wait(END_S)
-        except (KeyboardInterrupt, subprocess.TimeoutExpired):
-            self._process.kill()
-            self._process.wait()
+        end_process(self._process, END_S)
 
     def _read(self) -> None:
         with contextlib.suppress(OSError), self._ours.makefile() as messages:
@@ -171,10 +162,8 @@ def _serve(module: str, launcher: socket.socket) -> None:
             request, descriptors = _read_request(launcher)
             if request is None:
                 return
-            parent = os.getpid()
-            pid = os.fork()
-            if pid == 0:
-                _run_child(main, request, descriptors, parent, (launcher.fileno(), woken, waker))
+            inherited = (launcher.fileno(), woken, waker)
+            pid = forked(partial(_run_child, main, request, descriptors, inherited))
             for descriptor in descriptors:
                 os.close(descriptor)
             _report(launcher, "started", pid, 0)
@@ -202,30 +191,20 @@ def _report(launcher: socket.socket, event: str, pid: int, code: int) -> None:
 
 
 def _run_child(
-    main: Any, request: dict[str, Any], descriptors: Sequence[int], parent: int, inherited: Sequence[int]
-) -> None:
-    """In the child: take over its descriptors, folder and environment, run `main`, and never return."""
-    code = 1
-    try:
-        end_with_parent(parent)
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        os.setsid()
-        for descriptor in inherited:
-            os.close(descriptor)
-        for target, descriptor in enumerate(descriptors):
-            os.dup2(descriptor, target)
-            os.close(descriptor)
-        os.environ.update(request["env"])
-        os.chdir(request["cwd"])
-        code = main()
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        with contextlib.suppress(OSError, ValueError):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
+    main: Callable[[], int], request: dict[str, Any], descriptors: Sequence[int], inherited: Sequence[int]
+) -> int:
+    """In the child: take over its descriptors, folder and environment, and run `main`."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.setsid()
+    for descriptor in inherited:
+        os.close(descriptor)
+    for target, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, target)
+        os.close(descriptor)
+    os.environ.update(request["env"])
+    os.chdir(request["cwd"])
+    return main()
 
 
 if __name__ == "__main__":

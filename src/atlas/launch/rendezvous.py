@@ -10,7 +10,7 @@ Knows names and connections. What the launchers do together is the `coordinator`
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import logging
 import os
 import secrets
@@ -22,8 +22,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
+from atlas.callers import MAX_GREETING, CallerServer, start_tls
 from atlas.errors import AtlasError, StartAgainError, WorkerError
-from atlas.launch.control_channel import ControlChannel, Message, frame, unframed
+from atlas.launch.control_channel import ControlChannel, ControlConnection, Message, control_loop, frame
 from atlas.wan.security.credentials import Protection, Security, require_name
 from atlas.wan.transport.base import Address
 
@@ -33,9 +34,6 @@ HELLO_S = 10.0
 RETRY_S = 0.3
 REMIND_S = 60.0
 MAX_HELLO_BYTES = 1 << 16
-MAX_HANDSHAKES = 64
-"""At a time; further connections are closed."""
-
 
 SPARE = -1
 """In place of a launcher's number."""
@@ -112,13 +110,11 @@ class Rendezvous:
         self.closed: frozenset[tuple[str, int]] = frozenset()
         """Places that the run continues without. A launcher that returns there waits."""
         self.changed = threading.Condition()
-        self.refusals: deque[Refusal] = deque(maxlen=MAX_HANDSHAKES)
+        self.refusals: deque[Refusal] = deque(maxlen=MAX_GREETING)
         """Connections that proved no name, or not the one they gave; the latest."""
-        self._closing = False
-        self._handshakes = threading.Semaphore(MAX_HANDSHAKES)
+        self._server = CallerServer(self._talk, self._note_failure)
         try:
-            family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-            self._server = socket.create_server(address, family=family, backlog=MAX_HANDSHAKES)
+            self.address: Address = control_loop().run(self._server.listen_at(*address))
         except OSError as error:
             why = os.strerror(error.errno) if error.errno else error
             raise AtlasError(
@@ -127,69 +123,49 @@ class Rendezvous:
                 "coordinator`). If another coordinator listens there, end it, or give --coordinator in place of "
                 "--rendezvous"
             ) from None
-        self.address: Address = self._server.getsockname()[:2]
-        threading.Thread(target=self._accept, daemon=True, name="rendezvous").start()
 
     def close(self) -> None:
-        self._closing = True
-        with contextlib.suppress(OSError):
-            self._server.shutdown(socket.SHUT_RDWR)
-        self._server.close()
         for agent in self.everyone:
             agent.channel.detach()
+        control_loop().run(self._server.close())
 
-    def _accept(self) -> None:
-        while not self._closing:
-            try:
-                sock, _ = self._server.accept()
-            except OSError as error:
-                if not self._closing:  # too many open files, or a closed connection: keep accepting
-                    log.warning("rendezvous %s:%s: %s; still listening", *self.address, error)
-                    time.sleep(RETRY_S)
-                continue
-            if not self._handshakes.acquire(blocking=False):
-                sock.close()
-                continue
-            threading.Thread(target=self._handshake, args=(sock,), daemon=True).start()
-
-    def _handshake(self, sock: socket.socket) -> None:
-        host = "a closed connection"
-        try:
-            sock.settimeout(HELLO_S)
-            host = str(sock.getpeername()[0])
+    async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async with asyncio.timeout(HELLO_S):
             if self._security.credentials is not None:
-                sock = self._security.server_context.wrap_socket(sock, server_side=True)
-            elif not self._security.trusts(sock.getpeername()[0]):
+                await start_tls(writer, self._security.server_context, HELLO_S)
+            elif not self._security.trusts(_host(writer)):
                 raise WorkerError("a connection from outside loopback, and there are no certificates")
-            hello, early = _read_hello(sock)
-            self._admit(sock, hello, early)
-        except Exception as error:  # invalid input ends this connection and nothing else
-            log.debug("rendezvous: a connection was refused: %r", error)
-            if isinstance(error, ssl.SSLError | WorkerError):
-                why = getattr(error, "reason", None) or str(error)
-                self.refusals.append(Refusal(host, str(why).replace("_", " ").lower(), time.monotonic()))
-            sock.close()
-        finally:
-            self._handshakes.release()
+            connection = ControlConnection(reader, writer)
+            hello = await connection.receive(MAX_HELLO_BYTES)
+        if refused := self._admit(connection, writer, hello):
+            writer.write(frame({"refused": refused}))
+            return
+        self._server.admit()
+        await connection.ended.wait()
 
-    def _admit(self, sock: socket.socket, hello: Message, early: bytes) -> None:
+    def _note_failure(self, error: Exception, writer: asyncio.StreamWriter, is_admitted: bool) -> None:
+        log.debug("rendezvous: a connection was refused: %r", error)
+        if isinstance(error, ssl.SSLError | WorkerError) and not is_admitted:
+            why = getattr(error, "reason", None) or str(error)
+            self.refusals.append(Refusal(_host(writer), str(why).replace("_", " ").lower(), time.monotonic()))
+
+    def _admit(self, connection: ControlConnection, writer: asyncio.StreamWriter, hello: Message) -> str:
+        """Why a launcher may not join; empty: it has."""
         name = AgentName(str(hello["agent"][0]), int(hello["agent"][1]), int(hello["agent"][2]))
-        if isinstance(sock, ssl.SSLSocket):
-            require_name(sock.getpeercert(), name.node)
-        reason = (
-            f"it uses version {hello.get('atlas')} of this protocol, the rendezvous {VERSION}: install the same release"
-        )
-        if hello.get("atlas") == VERSION:
-            reason = self._admission(name, str(hello["plan"])) or ""
+        if (certificate := writer.get_extra_info("peercert")) is not None:
+            require_name(certificate, name.node)
+        if hello.get("atlas") != VERSION:
+            release = f"version {hello.get('atlas')} of this protocol, the rendezvous {VERSION}"
+            return f"it uses {release}: install the same release"
+        if reason := self._admission(name, str(hello["plan"])):
+            return reason
         with self.changed:  # the next launcher is compared with this one
-            reason = reason or self._disagrees(name)
-            if not reason:
-                agent, is_new = self._joined(name, int(hello["instance"]), int(hello["epoch"]))
-                sock.sendall(frame({"welcome": agent.channel.num_received, "channel": agent.token}))
-                agent.channel.attach(sock, 0 if is_new else int(hello["received"]), early)
-                return
-        sock.sendall(frame({"refused": reason}))
-        sock.close()
+            if reason := self._disagrees(name):
+                return reason
+            agent, is_new = self._joined(name, int(hello["instance"]), int(hello["epoch"]))
+            writer.write(frame({"welcome": agent.channel.num_received, "channel": agent.token}))
+            agent.channel.attach(connection, 0 if is_new else int(hello["received"]))
+        return ""
 
     def _joined(self, name: AgentName, instance: int, epoch: int) -> tuple[JoinedAgent, bool]:
         """And whether it has joined just now."""
@@ -304,7 +280,8 @@ class RendezvousClient:
                     "CA that is still valid: `atlas wan certs` makes them"
                 ) from None
             except (OSError, ValueError, KeyError, TypeError) as error:  # no listener, or not a rendezvous
-                why = getattr(error, "strerror", None) or (error if isinstance(error, OSError) else "not atlas")
+                why = getattr(error, "strerror", None) or str(error) or "timed out"
+                why = why if isinstance(error, OSError) else "not atlas"
                 if (now := time.monotonic()) > remind:
                     remind = now + REMIND_S
                     self._say(f"waiting for the {where}: {why}")
@@ -316,40 +293,35 @@ class RendezvousClient:
 
     def _try(self, where: str) -> None:
         sock = socket.create_connection(self.address, timeout=HELLO_S)
+        connection, reply = control_loop().run(self._greet(sock))
         try:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            protection = self.security.protection(sock.getpeername()[0], self.mine.node, self.host.node)
+            if "refused" in reply:
+                raise AtlasError(f"{where}: refused {self.mine}: {reply['refused']}")
+            token, num_received = int(reply["channel"]), int(reply["welcome"])
+        except (AtlasError, KeyError, TypeError, ValueError):
+            connection.close()
+            raise
+        if self._token not in (None, token):
+            self.restart()
+        self._token = token
+        self.channel.attach(connection, num_received)
+
+    async def _greet(self, sock: socket.socket) -> tuple[ControlConnection, Message]:
+        """The connection and the rendezvous's reply."""
+        reader, writer = await asyncio.open_connection(sock=sock)
+        try:
+            protection = self.security.protection(_host(writer), self.mine.node, self.host.node)
             if protection is not Protection.PLAIN:  # inside a trusted network too: a hello proves its name
-                sock = self.security.client_context.wrap_socket(sock)
-                require_name(sock.getpeercert(), self.host.node)
+                await start_tls(writer, self.security.client_context, HELLO_S)
+                require_name(writer.get_extra_info("peercert"), self.host.node)
             hello = {"atlas": VERSION, "agent": list(self.mine), "instance": self.instance, "plan": self.plan}
-            sock.sendall(frame({**hello, "epoch": self.epoch(), "received": self.channel.num_received}))
-            reply, early = _read_hello(sock)
+            writer.write(frame({**hello, "epoch": self.epoch(), "received": self.channel.num_received}))
+            connection = ControlConnection(reader, writer)
+            return connection, await connection.receive(MAX_HELLO_BYTES)
         except BaseException:
-            sock.close()
-            raise
-        if "refused" in reply:
-            sock.close()
-            raise AtlasError(f"{where}: refused {self.mine}: {reply['refused']}")
-        try:
-            token = int(reply["channel"])
-            if self._token not in (None, token):
-                self.restart()
-            self._token = token
-            self.channel.attach(sock, int(reply["welcome"]), early)
-        except (KeyError, TypeError, ValueError):
-            sock.close()
+            writer.transport.abort()
             raise
 
 
-def _read_hello(sock: socket.socket) -> tuple[Message, bytes]:
-    """The first message, and the bytes after it."""
-    data, deadline = bytearray(), time.monotonic() + HELLO_S
-    while (message := unframed(data)) is None:
-        if len(data) > MAX_HELLO_BYTES or time.monotonic() > deadline:
-            raise ConnectionResetError("no hello")
-        more = sock.recv(4096)
-        if not more:
-            raise ConnectionResetError("the other side closed the connection before its hello")
-        data += more
-    return message, bytes(data)
+def _host(writer: asyncio.StreamWriter) -> str:
+    return str((writer.get_extra_info("peername") or ["a closed connection"])[0])

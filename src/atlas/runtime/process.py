@@ -36,7 +36,6 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
@@ -44,6 +43,7 @@ import torch
 import torch.fx.experimental.symbolic_shapes  # 0.8 s: the first backward would import it within a step
 
 from atlas.errors import AtlasError
+from atlas.lifetime import Repeating
 from atlas.priority import shorten_slices
 from atlas.runtime.assignment import Assignment
 from atlas.runtime.checkpoint.manifest import SaveId
@@ -179,7 +179,9 @@ def _work(assignment: Assignment, messages: TextIO, out: MessageWriter, follower
     kineto = KinetoRecorder.of(worker.role.number * assignment.tp, worker.last_step)
     worker.names_ops = kineto is not None
     if kineto is not None:
-        kineto.while_writing = lambda: _says_alive(out, f"{worker.role.name} writes the trace of its steps")
+        # The launcher takes long silence for a failure.
+        alive = {"waits_for": f"{worker.role.name} writes the trace of its steps"}
+        kineto.while_writing = lambda: Repeating("says alive", ALIVE_S, lambda: out.send(alive))
     out.send({"listening": worker.links.port})
     peers = _read(messages)
     worker.connect(*([tuple(place) for place in peers.get(key, ())] for key in ("channels", "dial_for")))
@@ -235,24 +237,6 @@ def _handle_all(messages: TextIO, worker: Worker, stop_control: StopControl, out
     except Exception as error:
         out.fail(error)
     os._exit(1)
-
-
-@contextlib.contextmanager
-def _says_alive(out: MessageWriter, what: str) -> Iterator[None]:
-    """Tells the launcher every few seconds what this worker does: it takes long silence for a failure."""
-    done = threading.Event()
-
-    def tell() -> None:
-        while not done.wait(ALIVE_S):
-            out.send({"waits_for": what})
-
-    thread = threading.Thread(target=tell, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
 
 
 def _handle(message: dict[str, Any], worker: Worker, stop_control: StopControl, out: MessageWriter) -> None:

@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from atlas.errors import AtlasError
-from atlas.lifetime import Closing, Lifeline
+from atlas.lifetime import Closing, Lifeline, end_process, start_module
 from atlas.spec import Job
 from atlas.ui.run_files import FACTS, PageFacts, write_facts
 
+END_S = 5.0
 NICENESS = 15
 """Training goes first: on a contended core the page's server gets 3 % of the time."""
 
@@ -32,16 +33,8 @@ class PageProcess(Closing):
         """`keep`: the run may be described in the folder already, by the process that trains."""
         if not (keep and (folder / FACTS).is_file()):
             write_facts(folder, facts, job)
-        source = str(Path(__file__).parents[2])
-        path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "atlas.ui.child"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": path},
-            start_new_session=True,  # Ctrl-C is for the training
-        )
+        pipe = subprocess.PIPE
+        self._process = start_module("atlas.ui.child", stdin=pipe, stdout=pipe, text=True)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
@@ -62,11 +55,7 @@ class PageProcess(Closing):
             with contextlib.suppress(OSError):
                 if pipe is not None:
                     pipe.close()
-        try:
-            self._process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        end_process(self._process, END_S)
 
 
 def main() -> int:

@@ -21,7 +21,7 @@ from torch import Tensor
 from atlas.errors import WorkerError
 from atlas.runtime.models.block import KvSlab
 from bubbletea.kv_blocks import KvBlock, reach
-from bubbletea.kv_server import UPDATE, WantedBlocks
+from bubbletea.kv_server import WantedBlocks
 from bubbletea.prefill.shard import Served
 
 KEEP_S = 60.0
@@ -187,7 +187,7 @@ class KvStore:
             parcel.on_release()
 
     def blocks(self, wanted: WantedBlocks) -> Sequence[KvBlock]:
-        raise LookupError(UPDATE)
+        raise LookupError("the workers have the keys and values, not the service")
 
     def drop_expired(self) -> None:
         now = time.monotonic()

@@ -17,7 +17,7 @@ from typing import Any
 
 from atlas.errors import WorkerError
 
-FIRST = (
+SEALED = (
     "remote_engine_id",
     "remote_request_id",
     "remote_host",
@@ -25,20 +25,20 @@ FIRST = (
     "remote_model_id",
     "remote_num_tokens",
     "remote_prompt_digest",
+    "remote_parts",
+    "remote_service",
 )
-"""What connectors of release 1 check. They connect to the service, which returns an error that says to update them."""
-SEALED = (*FIRST, "remote_parts", "remote_service")
 
 
 def seal(params: Mapping[str, Any], token: str, prompt: Sequence[int]) -> dict[str, Any]:
     """The parameters with the prompt's digest and a signature."""
     named = {**params, "remote_prompt_digest": prompt_digest(prompt)}
-    return {**named, "remote_seal": _sealed(named, token, FIRST), "remote_parts_seal": _sealed(named, token, SEALED)}
+    return {**named, "remote_seal": _sealed(named, token)}
 
 
 def require_genuine(params: Mapping[str, Any], token: str) -> None:
-    given = str(params.get("remote_parts_seal", "")).encode(errors="replace")
-    if not hmac.compare_digest(given, _sealed(params, token, SEALED).encode()):
+    given = str(params.get("remote_seal", "")).encode(errors="replace")
+    if not hmac.compare_digest(given, _sealed(params, token).encode()):
         raise WorkerError("the signature of kv_transfer_params is wrong: give both sides the same token")
 
 
@@ -58,6 +58,6 @@ def prompt_digest(prompt: Sequence[int]) -> str:
     return hashlib.blake2b(numbers.tobytes(), digest_size=16).hexdigest()
 
 
-def _sealed(params: Mapping[str, Any], token: str, names: Sequence[str]) -> str:
-    text = json.dumps([params.get(name) for name in names], separators=(",", ":"), sort_keys=True)
+def _sealed(params: Mapping[str, Any], token: str) -> str:
+    text = json.dumps([params.get(name) for name in SEALED], separators=(",", ":"), sort_keys=True)
     return hmac.new(token.encode(), f"bubbletea hand-off {text}".encode(), hashlib.sha256).hexdigest()

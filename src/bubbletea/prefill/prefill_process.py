@@ -32,13 +32,12 @@ import signal
 import socket
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 from atlas.errors import WorkerError
-from atlas.lifetime import describe_exit, end_with_parent
+from atlas.lifetime import describe_exit, forked
 from atlas.priority import lower_process_priority
 from atlas.runtime.device import Paced, Running, Span
 from atlas.runtime.waits import Arrival, Position, SharedDevice, WorkerFacts
@@ -85,7 +84,7 @@ class PrefillProcess:
     def __init__(self, settings: dict[str, Any]) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         memory = mmap.mmap(-1, mmap.PAGESIZE)
-        self._pid = _forked(lambda: _keep_running(settings, _Wire(theirs, memory)))
+        self._pid = forked(lambda: _keep_running(settings, _Wire(theirs, memory)))
         theirs.close()
         self._wire, self._number = _Wire(ours, memory), 0
         self.prefill_pid = 0
@@ -159,22 +158,6 @@ def _has_ended(pid: int) -> bool:
 
 
 # ---- the process that starts it --------------------------------------------------------------------------------------
-def _forked(run: Callable[[], None]) -> int:
-    """The id of a fork that runs this, and ends with its parent."""
-    parent, pid = os.getpid(), os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        end_with_parent(parent)
-        run()
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(code)
-
-
 def _keep_running(settings: dict[str, Any], wire: _Wire) -> None:
     """Starts the process that prefills, and starts it again if it dies."""
     os.setsid()  # Ctrl-C is for the worker
@@ -197,7 +180,7 @@ def _keep_running(settings: dict[str, Any], wire: _Wire) -> None:
 def _run_once(settings: dict[str, Any], wire: _Wire, is_first: bool) -> tuple[str, float] | None:
     """How it died, and after how many seconds; None: it has ended as it should."""
     began_s = time.monotonic()
-    pid = _forked(lambda: _Prefilling(settings, wire).run(is_first))
+    pid = forked(lambda: _Prefilling(settings, wire).run(is_first))
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     return (describe_exit(code), time.monotonic() - began_s) if code else None
 

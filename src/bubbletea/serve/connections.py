@@ -95,7 +95,7 @@ class WorkerConnections(FrameServer):
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(str(path))
         path.chmod(0o600)
-        self._listen(listener)
+        self.accept_from(listener)
         return f"unix:{path}"
 
     async def listen(self, host: str, port: int, security: Security | None) -> str:
@@ -105,7 +105,7 @@ class WorkerConnections(FrameServer):
             raise AtlasError(f"--workers-host {host}: workers of other hosts need certificates. Give --certs")
         self.context = None if security is None else security.server_context
         try:
-            bound, port = self._listen_at(host, port)
+            bound, port = await self.listen_at(host, port)
         except OSError as error:
             raise AtlasError(
                 f"{host}:{port}: cannot listen there ({error.strerror}). Choose another address or --workers-port"

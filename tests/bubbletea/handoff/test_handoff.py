@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import hmac
-import json
 import math
 import socket
 import struct
@@ -25,8 +22,7 @@ from atlas.wan.security.credentials import Credentials, Security
 from bubbletea.frames import PROOF, WireFrame, greet, pack, receive, send
 from bubbletea.handoff.fetch import Caller, Fetcher
 from bubbletea.handoff.kv_store import KvStore
-from bubbletea.handoff.remote_parts import RemotePart, Ticket, transfer_params
-from bubbletea.handoff.signature import FIRST
+from bubbletea.handoff.remote_parts import RemotePart, Ticket
 from bubbletea.kv_blocks import FETCH, KV, KvBlock, bytes_of, pack_block, unpack_block
 from bubbletea.kv_server import Holder, KvServer, KvServerThread, WantedBlocks, own_address
 from bubbletea.prefill.kept_parts import KeptParts
@@ -135,24 +131,6 @@ def test_parts_stay_within_their_budget() -> None:
     assert kept.used_bytes == 41
 
 
-def test_an_older_connector_is_told_to_be_updated() -> None:
-    """It knows the service's address only, and the first seal."""
-    params = transfer_params(ticket_at(("127.0.0.1", 1)), "secret", [1, 2, 3])
-    text = json.dumps([params[name] for name in FIRST], separators=(",", ":"))
-    sealed = hmac.new(b"secret", f"bubbletea hand-off {text}".encode(), hashlib.sha256).hexdigest()
-    assert params["remote_seal"] == sealed
-
-    def talk(kv_server: KvServer) -> None:
-        with socket.create_connection(kv_server.address, 5) as sock:
-            greet(sock, "secret", {})
-            sock.sendall(pack(FETCH, {"ticket": "t1", "start": 0, "stop": 40, "layers": []}, is_first=True))
-            said = sock.makefile("rb").read()
-        assert said.startswith(b"BTF1")
-        assert b"update the package atlas-bubbletea in the engine's environment" in said
-
-    with_door(KvStore(SERVED, 1 << 24), talk)
-
-
 def test_with_certificates_a_part_is_fetched_over_mutual_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_ca(tmp_path)
     for datacenter in ("east", "west"):
@@ -197,18 +175,20 @@ def test_invalid_proofs_are_refused_and_the_server_keeps_running(said: dict[str,
     with_door(filled(), talk)
 
 
-HEAD = struct.Struct("!4sBHQI")
-
-
-def frame(num_payload: int, text: bytes) -> bytes:
+def frame(kind: int, num_payload: int, text: bytes) -> bytes:
     """As a caller may write it who keeps to no rule of ours."""
-    head = HEAD.pack(b"BTF1", PROOF, len(text), num_payload, 0)[:-4]
+    head = struct.pack("!4sBHQI", b"BTF3", kind, len(text), num_payload, zlib.crc32(text))
     return head + struct.pack("!I", zlib.crc32(head)) + text
 
 
 @pytest.mark.parametrize(
     "said",
-    [frame(1 << 30, b"{}"), frame(0, b"[" * 60_000), frame(0, b"[" * 4000), b"GET / HTTP/1.1\r\n" * 9],
+    [
+        frame(PROOF, 1 << 30, b"{}"),
+        frame(PROOF, 0, b"[" * 60_000),
+        frame(PROOF, 0, b"[" * 4000),
+        b"GET / HTTP/1.1\r\n" * 9,
+    ],
     ids=["1 GiB", "60,000 brackets", "4,000 brackets", "HTTP"],
 )
 def test_before_authentication_only_small_frames_are_read(said: bytes, caplog: pytest.LogCaptureFixture) -> None:
@@ -233,8 +213,7 @@ def test_after_authentication_invalid_frames_end_the_connection(
         with socket.create_connection(kv_server.address, 5) as sock:
             greet(sock, "secret", {})
             sock.settimeout(5)
-            head = HEAD.pack(b"BTF2", FETCH, len(fields), 0, 0)[:-4]
-            sock.sendall(head + struct.pack("!II", zlib.crc32(head), zlib.crc32(fields)) + fields)
+            sock.sendall(frame(FETCH, 0, fields))
             with contextlib.suppress(ConnectionError):
                 assert sock.recv(1) == b""
 

@@ -17,6 +17,7 @@ import pytest
 from prefill_samples import LLAMA, greedy_alone, whole
 from serving import MIB, PERIOD_S, TINY, post_patiently
 
+from atlas.callers import MAX_GREETING
 from atlas.cli import main as atlas
 from atlas.errors import AtlasError, WorkerError
 from atlas.ir.assemble import with_optimizer
@@ -26,7 +27,6 @@ from atlas.runtime.waits import Position, SharedDevice, Waits, WorkerFacts
 from atlas.schedules.classic import one_f_one_b
 from atlas.wan.security.certs import make_ca, make_node
 from atlas.wan.security.credentials import Credentials, Security
-from bubbletea.frames import MAX_GREETING
 from bubbletea.prefill import prefill_worker
 from bubbletea.prefill.meeting import ServicePlace, announced, find
 from bubbletea.prefill.messages import WorkerOrder

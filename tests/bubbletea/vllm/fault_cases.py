@@ -107,9 +107,7 @@ def _expired(prefiller: Prefiller, params: Params, prompt: list[int], draw: rand
 
 
 def _resealed(prefiller: Prefiller, params: Params, prompt: list[int], draw: random.Random) -> Params:
-    name = draw.choice(
-        ["remote_parts_seal", "remote_prompt_digest", "remote_parts", "remote_port", "remote_request_id"]
-    )
+    name = draw.choice(["remote_seal", "remote_prompt_digest", "remote_parts", "remote_port", "remote_request_id"])
     if name == "remote_parts":
         parts = [dict(part) for part in params["remote_parts"]]
         draw.choice(parts)["port"] += 1

@@ -95,13 +95,13 @@ def test_a_prompt_with_more_than_tokens_is_computed_by_vllm(orders: Orders, pref
     ("spoil", "said"),
     [
         (lambda p: p | {"remote_port": 1}, "signature of kv_transfer_params is wrong"),
-        (lambda p: p | {"remote_parts_seal": None}, "signature of kv_transfer_params is wrong"),
+        (lambda p: p | {"remote_seal": None}, "signature of kv_transfer_params is wrong"),
         (lambda p: p | {"remote_num_tokens": "many"}, "without a valid"),
         (lambda p: seal(p, "another token", PROMPT), "same token"),
         (lambda p: seal(p | {"remote_host": "10.0.0.7"}, TOKEN, PROMPT), "not among the connector's peers"),
         (lambda p: seal(p | {"remote_model_id": "0" * 24}, TOKEN, PROMPT), "serve the same on both"),
         (lambda p: seal(p, TOKEN, PROMPT[1:]), "are not the prompt's"),
-        (lambda p: p | {"remote_parts_seal": "\udcff"}, "signature of kv_transfer_params is wrong"),
+        (lambda p: p | {"remote_seal": "\udcff"}, "signature of kv_transfer_params is wrong"),
     ],
 )
 def test_a_hand_off_that_does_not_match_is_refused_with_the_reason(
@@ -370,6 +370,7 @@ def test_the_connector_imports_nothing_that_a_vllm_environment_lacks() -> None:
     assert {name for name in loaded if name.startswith("atlas")} == {
         "atlas",
         "atlas.addresses",
+        "atlas.callers",
         "atlas.errors",
         "atlas.lifetime",
     }

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from atlas.errors import AtlasError, WorkerError
-from atlas.lifetime import describe_exit, end_with_parent
+from atlas.lifetime import describe_exit, forked
 from atlas.runtime.assignment import Assignment
 from atlas.runtime.collectives import GroupStore, appear_alone, store_listener
 from atlas.runtime.device import Device
@@ -114,21 +114,17 @@ class Followers:
 def _fork(assignment: Assignment, rank: int, store: GroupStore) -> _Process:
     their_orders, orders = os.pipe()
     replies, their_replies = os.pipe()
-    leader = os.getpid()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            end_with_parent(leader)
-            os.dup2(their_orders, 0)
-            os.dup2(2, 1)  # a library's print must not become a reply
-            os.dup2(their_replies, 3)
-            os.closerange(4, os.sysconf("SC_OPEN_MAX"))  # descriptors of the leader
-            logging.getLogger("atlas").handlers.clear()  # they write to one of those; its number may be used again
-            place = assignment.device if assignment.nccl_on_shared_gpu else place_of(assignment.device, rank)
-            mine = replace(assignment, device=place)
-            follow(mine, rank, store, os.fdopen(0), os.fdopen(3, "w"))
-        finally:
-            os._exit(1)
+
+    def run() -> None:
+        os.dup2(their_orders, 0)
+        os.dup2(2, 1)  # a library's print must not become a reply
+        os.dup2(their_replies, 3)
+        os.closerange(4, os.sysconf("SC_OPEN_MAX"))  # descriptors of the leader
+        logging.getLogger("atlas").handlers.clear()  # they write to one of those; its number may be used again
+        place = assignment.device if assignment.nccl_on_shared_gpu else place_of(assignment.device, rank)
+        follow(replace(assignment, device=place), rank, store, os.fdopen(0), os.fdopen(3, "w"))
+
+    pid = forked(run)
     os.close(their_orders)
     os.close(their_replies)
     return _Process(pid, os.fdopen(orders, "w"), os.fdopen(replies))

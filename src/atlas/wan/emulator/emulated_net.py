@@ -9,19 +9,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import atlas
 from atlas.errors import AtlasError
-from atlas.lifetime import Closing
+from atlas.lifetime import Closing, end_process, start_module
 from atlas.wan.emulator.lateness import P99_LIMIT_S, WORST_LIMIT_S, Lateness, summarize
 from atlas.wan.emulator.paths import Paths, PathSpec, nodes_of, path_between
 
@@ -77,16 +73,8 @@ class EmulatedNet(Closing):
 
     def _start(self, module: str, paths: Paths, fds: Sequence[int] = (), **options: Any) -> None:
         """Runs `python -m module SOCKET_FD FD...` with this process's copy of atlas, and sends it the paths."""
-        source = str(Path(atlas.__file__).parent.parent)
-        python_path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
         passed = [self._worker_socket.fileno(), *fds]
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", module, *map(str, passed)],
-            pass_fds=passed,
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": python_path},
-            start_new_session=True,  # Ctrl-C interrupts the user's process only
-        )
+        self._process = start_module(module, *map(str, passed), pass_fds=passed, stdin=subprocess.DEVNULL)
         self._worker_socket.close()
         listed = [(a, b, path.as_json()) for (a, b), path in paths.items()]
         self._priority = str(self._ask("paths", nodes=self.nodes, paths=listed, **options)["priority"])
@@ -142,11 +130,7 @@ class EmulatedNet(Closing):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._worker_socket.close()
         if self._process is not None:
-            try:
-                self._process.wait(EXIT_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+            end_process(self._process, EXIT_TIMEOUT_S)
         self._answers.close()
         self._socket.close()
 
