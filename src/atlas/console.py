@@ -80,7 +80,7 @@ def job_flags(parser: argparse.ArgumentParser) -> None:
 
 def search_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--seed", type=whole(0, 2**32 - 1), default=0, metavar="N", help="seed of the schedule search (default 0)")
+    add("--seed", type=whole(0, 2**32 - 1), default=0, metavar="N", help="seed of the schedule search")
     add(
         "--tries",
         type=whole(1, 1_000_000),

@@ -193,31 +193,20 @@ async def _post(url: str, body: dict[str, Any], key: str) -> AsyncIterator[tuple
 
 # ---- the command -------------------------------------------------------------------------------------------------
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("url", metavar="URL", help="address of the service, such as http://127.0.0.1:8000")
-    parser.add_argument("--model", metavar="NAME", help="model name (default: the one the service has)")
-    parser.add_argument("--requests", type=int, default=200, metavar="N", help="number of requests (default 200)")
-    parser.add_argument("--clients", type=int, default=16, metavar="N", help="concurrent clients (default 16)")
-    parser.add_argument(
-        "--rate", type=float, metavar="R", help="requests per second, at random times, instead of --clients"
-    )
-    parser.add_argument("--prompt", default="64:1024", metavar="MIN:MAX", help="tokens of a prompt (default 64:1024)")
-    parser.add_argument(
-        "--shared", type=int, default=0, metavar="N", help="number of first tokens that all prompts share (default 0)"
-    )
-    parser.add_argument("--max-tokens", type=int, default=16, metavar="N", help="tokens of a response (default 16)")
-    parser.add_argument(
-        "--retries",
-        type=int,
-        default=0,
-        metavar="N",
-        help="retries of a refused request, after its Retry-After (default 0)",
-    )
-    parser.add_argument(
-        "--offline", action="store_true", help="requests have no deadline; they use the bubbles that others leave"
-    )
-    parser.add_argument("--key-file", type=Path, metavar="FILE", help="a file with the API key")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed of the prompts (default 0)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add = parser.add_argument
+    add("url", metavar="URL", help="address of the service, such as http://127.0.0.1:8000")
+    add("--model", metavar="NAME", help="model name (default: the one the service has)")
+    add("--requests", type=int, default=200, metavar="N", help="number of requests")
+    add("--clients", type=int, default=16, metavar="N", help="concurrent clients")
+    add("--rate", type=float, metavar="R", help="requests per second, at random times, instead of --clients")
+    add("--prompt", default="64:1024", metavar="MIN:MAX", help="tokens of a prompt")
+    add("--shared", type=int, default=0, metavar="N", help="number of first tokens that all prompts share")
+    add("--max-tokens", type=int, default=16, metavar="N", help="tokens of a response")
+    add("--retries", type=int, default=0, metavar="N", help="retries of a refused request, after its Retry-After")
+    add("--offline", action="store_true", help="requests have no deadline; they use the bubbles that others leave")
+    add("--key-file", type=Path, metavar="FILE", help="a file with the API key")
+    add("--seed", type=int, default=0, metavar="N", help="random seed of the prompts")
+    add("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:

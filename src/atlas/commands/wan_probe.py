@@ -49,24 +49,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--out", type=Path, metavar="FILE", help="write the links section to a new file")
     add("--check", type=Path, metavar="FILE", help="warn where this job or cluster file differs from the measurement")
     add("--json", action="store_true", help="print all measurements as JSON")
-    add(
-        "--max-streams", type=whole(1, 1024), default=32, metavar="K", help="maximum number of connections (default 32)"
-    )
+    add("--max-streams", type=whole(1, 1024), default=32, metavar="K", help="maximum number of connections")
     add(
         "--max-mb",
         type=number(0.001, 1e6),
         default=1000.0,
         metavar="MB",
-        help="maximum size of a transfer, in megabytes (default 1000)",
+        help="maximum size of a transfer, in megabytes",
     )
-    add("--repeat", type=whole(1, 10**6), default=1, metavar="N", help="probe N times, for --record (default 1)")
-    add(
-        "--every",
-        type=number(0, 1e6),
-        default=60.0,
-        metavar="S",
-        help="seconds from one probe to the next (default 60)",
-    )
+    add("--repeat", type=whole(1, 10**6), default=1, metavar="N", help="probe N times, for --record")
+    add("--every", type=number(0, 1e6), default=60.0, metavar="S", help="seconds from one probe to the next")
     add(
         "--record",
         type=Path,
