@@ -17,6 +17,7 @@ import json
 import os
 import re
 import time
+from dataclasses import asdict
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -204,7 +205,7 @@ def _through_proxy(net: ProxyNet, forwards: list[str], seconds: float | None) ->
     if not forwards:
         for (a, b), path in net.paths.items():
             weather = {"cross": len(path.cross), "cross_back": len(path.cross_back)}
-            print(json.dumps({"from": a, "to": b, **path.as_json(), **weather}), flush=True)
+            print(json.dumps({"from": a, "to": b, **asdict(path), **weather}), flush=True)
         return
     time.sleep(seconds if seconds is not None else FOREVER_S)
 
