@@ -152,6 +152,15 @@ def make_folder(path: Path) -> None:
         raise AtlasError(f"{path}: cannot be created: {error.strerror}. Choose another place") from error
 
 
+def secret_in(path: Path, flag: str) -> str:
+    """The token or key in a file that a flag names."""
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise AtlasError(f"{flag} {path}: cannot be read: {why}. Name a file with one line") from None
+
+
 # ---- the terminal ------------------------------------------------------------------------------------------
 def show(*things: Any) -> None:
     """Print tables and text, as wide as the terminal (80 columns without one). Indented text stays indented."""

@@ -23,6 +23,7 @@ from urllib.request import Request, urlopen
 
 import numpy as np
 
+from atlas.console import secret_in
 from atlas.errors import AtlasError
 
 TIMEOUT_S = 120.0
@@ -213,7 +214,7 @@ def run(args: argparse.Namespace) -> int:
     low, _, high = args.prompt.partition(":")
     if not (low.isdigit() and (high or low).isdigit() and 0 < int(low) <= int(high or low)):
         raise AtlasError(f"--prompt {args.prompt}: give MIN:MAX, such as 64:1024")
-    url, key = args.url.rstrip("/"), _key(args.key_file)
+    url, key = args.url.rstrip("/"), secret_in(args.key_file, "--key-file") if args.key_file else ""
     if not url.startswith(("http://", "https://")):
         raise AtlasError(f"{url}: not the address of a service. Write it like http://127.0.0.1:8000")
     load = BenchLoad(
@@ -233,14 +234,6 @@ def run(args: argparse.Namespace) -> int:
     report = asyncio.run(bench(load)).to_json()
     print(json.dumps(report) if args.json else _table(report))
     return 0 if set(report["by_status"]) <= {"200", "429", "503"} else 1
-
-
-def _key(file: Path | None) -> str:
-    try:
-        return file.read_text(encoding="utf-8").strip() if file else ""
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise AtlasError(f"--key-file {file}: cannot be read: {why}. Check the path") from None
 
 
 def _served_model(url: str, key: str) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 
 from atlas.commands.network_flags import address_of
 from atlas.commands.wan_emulate import cluster_of
-from atlas.console import number, print_json, remark, require_folder, require_outputs, whole
+from atlas.console import number, print_json, remark, require_folder, require_outputs, secret_in, whole
 from atlas.errors import AtlasError
 from atlas.ir.replace import write_whole
 from atlas.spec.job import Cluster
@@ -77,7 +77,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.listen is None and not args.node:
         raise AtlasError("nothing to do: give --listen HOST:PORT to run an agent, or --node NAME=HOST:PORT to measure")
-    token = _token(args.token_file)
+    file = args.token_file
+    token = require_token(secret_in(file, "--token-file") if file else os.environ.get("ATLAS_PROBE_TOKEN", ""))
     if args.listen is not None:
         host, port = address_of("--listen", args.listen)
         with ProbeAgent(host, port, token) as agent:
@@ -157,16 +158,6 @@ def _record(folder: Path, rounds: list[list[LinkMeasurement]]) -> None:
         series = [Observation(r[i].at, r[i].rtt.median_s * 1e3, r[i].pair_bps / 1e9) for r in rounds]
         write_csv(folder / f"{name}.series.csv", Observation._fields, series)
         write_csv(folder / f"{name}.trace.csv", TraceRow._fields, trace_rows(series))
-
-
-def _token(path: Path | None) -> str:
-    if path is not None:
-        try:
-            return require_token(path.read_text().strip())
-        except (OSError, ValueError) as error:
-            why = getattr(error, "strerror", None) or error
-            raise AtlasError(f"--token-file {path}: cannot be read: {why}. Check the path") from None
-    return require_token(os.environ.get("ATLAS_PROBE_TOKEN", ""))
 
 
 def _node(text: str) -> tuple[str, tuple[str, int]]:

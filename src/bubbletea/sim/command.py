@@ -10,13 +10,12 @@ measured.
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from atlas.console import Meter, as_json, job_flags, positive, require_outputs, say, show, whole
+from atlas.console import Meter, job_flags, positive, print_json, require_outputs, say, show, whole
 from atlas.cost.weather import paths_with_weather
 from atlas.errors import AtlasError
 from atlas.evaluate import Result
@@ -129,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
             row = simulated(scene, policy, one, load * scene.capacity_tokens_per_s(one), args)
             found.append(row | {"load": load, "prompt_tokens": round(float(one.tokens.mean()))})
     if args.json:
-        sys.stdout.write(as_json({**scene.figures(), "trace": trace.name, "rows": found}))
+        print_json({**scene.figures(), "trace": trace.name, "rows": found})
     else:
         show(table(found, scene, trace.name), notes(scene))
     if args.html is not None:
@@ -151,7 +150,7 @@ def _print_capacity(scene: Scene, trace: RequestTrace, args: argparse.Namespace,
 
     found = find_capacity(judge)
     if args.json:
-        sys.stdout.write(as_json({**scene.figures(), "trace": trace.name, **asdict(found)}))
+        print_json({**scene.figures(), "trace": trace.name, **asdict(found)})
         return 0
     for name, one in (("within the limits", found.best), ("too much", found.worse)):
         if one is not None:
