@@ -47,11 +47,21 @@ PLUGINS = "atlas.commands"
 """Entry-point group in which other packages offer commands: modules with `configure(parser)` and `run(args)`."""
 
 
+class CommandHelp(argparse.RawDescriptionHelpFormatter):
+    """Adds the default of a flag to its help, unless the help has it in words of its own."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        text, value = action.help, action.default
+        if not text or "default" in text or value is None or value is False or value in ("", [], argparse.SUPPRESS):
+            return text
+        return f"{text} (default {f'{value:g}' if isinstance(value, float) else value})"
+
+
 class CommandParser(argparse.ArgumentParser):
     """Reports an error in one line and suggests the nearest option that exists."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+        super().__init__(allow_abbrev=False, formatter_class=CommandHelp, **options)
 
     def error(self, message: str) -> NoReturn:
         given = message.removeprefix("unrecognized arguments: ").split("=")[0].split(" ")[0]

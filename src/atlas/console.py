@@ -80,7 +80,7 @@ def job_flags(parser: argparse.ArgumentParser) -> None:
 
 def search_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--seed", type=whole(0, 2**32 - 1), default=0, metavar="N", help="seed of the schedule search (default 0)")
+    add("--seed", type=whole(0, 2**32 - 1), default=0, metavar="N", help="seed of the schedule search")
     add(
         "--tries",
         type=whole(1, 1_000_000),
@@ -150,6 +150,15 @@ def make_folder(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise AtlasError(f"{path}: cannot be created: {error.strerror}. Choose another place") from error
+
+
+def secret_in(path: Path, flag: str) -> str:
+    """The token or key in a file that a flag names."""
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise AtlasError(f"{flag} {path}: cannot be read: {why}. Name a file with one line") from None
 
 
 # ---- the terminal ------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from urllib.request import Request, urlopen
 
 import numpy as np
 
+from atlas.console import secret_in
 from atlas.errors import AtlasError
 
 TIMEOUT_S = 120.0
@@ -193,38 +194,27 @@ async def _post(url: str, body: dict[str, Any], key: str) -> AsyncIterator[tuple
 
 # ---- the command -------------------------------------------------------------------------------------------------
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("url", metavar="URL", help="address of the service, such as http://127.0.0.1:8000")
-    parser.add_argument("--model", metavar="NAME", help="model name (default: the one the service has)")
-    parser.add_argument("--requests", type=int, default=200, metavar="N", help="number of requests (default 200)")
-    parser.add_argument("--clients", type=int, default=16, metavar="N", help="concurrent clients (default 16)")
-    parser.add_argument(
-        "--rate", type=float, metavar="R", help="requests per second, at random times, instead of --clients"
-    )
-    parser.add_argument("--prompt", default="64:1024", metavar="MIN:MAX", help="tokens of a prompt (default 64:1024)")
-    parser.add_argument(
-        "--shared", type=int, default=0, metavar="N", help="number of first tokens that all prompts share (default 0)"
-    )
-    parser.add_argument("--max-tokens", type=int, default=16, metavar="N", help="tokens of a response (default 16)")
-    parser.add_argument(
-        "--retries",
-        type=int,
-        default=0,
-        metavar="N",
-        help="retries of a refused request, after its Retry-After (default 0)",
-    )
-    parser.add_argument(
-        "--offline", action="store_true", help="requests have no deadline; they use the bubbles that others leave"
-    )
-    parser.add_argument("--key-file", type=Path, metavar="FILE", help="a file with the API key")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed of the prompts (default 0)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add = parser.add_argument
+    add("url", metavar="URL", help="address of the service, such as http://127.0.0.1:8000")
+    add("--model", metavar="NAME", help="model name (default: the one the service has)")
+    add("--requests", type=int, default=200, metavar="N", help="number of requests")
+    add("--clients", type=int, default=16, metavar="N", help="concurrent clients")
+    add("--rate", type=float, metavar="R", help="requests per second, at random times, instead of --clients")
+    add("--prompt", default="64:1024", metavar="MIN:MAX", help="tokens of a prompt")
+    add("--shared", type=int, default=0, metavar="N", help="number of first tokens that all prompts share")
+    add("--max-tokens", type=int, default=16, metavar="N", help="tokens of a response")
+    add("--retries", type=int, default=0, metavar="N", help="retries of a refused request, after its Retry-After")
+    add("--offline", action="store_true", help="requests have no deadline; they use the bubbles that others leave")
+    add("--key-file", type=Path, metavar="FILE", help="a file with the API key")
+    add("--seed", type=int, default=0, metavar="N", help="random seed of the prompts")
+    add("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     low, _, high = args.prompt.partition(":")
     if not (low.isdigit() and (high or low).isdigit() and 0 < int(low) <= int(high or low)):
         raise AtlasError(f"--prompt {args.prompt}: give MIN:MAX, such as 64:1024")
-    url, key = args.url.rstrip("/"), _key(args.key_file)
+    url, key = args.url.rstrip("/"), secret_in(args.key_file, "--key-file") if args.key_file else ""
     if not url.startswith(("http://", "https://")):
         raise AtlasError(f"{url}: not the address of a service. Write it like http://127.0.0.1:8000")
     load = BenchLoad(
@@ -244,14 +234,6 @@ def run(args: argparse.Namespace) -> int:
     report = asyncio.run(bench(load)).to_json()
     print(json.dumps(report) if args.json else _table(report))
     return 0 if set(report["by_status"]) <= {"200", "429", "503"} else 1
-
-
-def _key(file: Path | None) -> str:
-    try:
-        return file.read_text(encoding="utf-8").strip() if file else ""
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise AtlasError(f"--key-file {file}: cannot be read: {why}. Check the path") from None
 
 
 def _served_model(url: str, key: str) -> str:

@@ -9,16 +9,11 @@ from atlas.console import positive, share
 
 def aim_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of `admit.aims`."""
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--goal",
         type=positive,
         metavar="S",
         help="a request that no lane delivers within S seconds takes the slowest lane that meets its deadline",
     )
-    parser.add_argument(
-        "--late",
-        type=share,
-        default=0.0,
-        metavar="X",
-        help="share of admitted requests that may miss their deadline (default 0)",
-    )
+    add("--late", type=share, default=0.0, metavar="X", help="share of admitted requests that may miss their deadline")

@@ -292,18 +292,12 @@ def unframed(line: bytes) -> dict[str, Any] | None:
 
 
 def lines(file: int, size: int) -> Iterator[tuple[int, bytes]]:
-    """(offset, line with its newline); the last line may have none."""
-    offset, rest, at = 0, b"", 0
-    while at < size:
-        block = os.pread(file, min(BLOCK, size - at), at)
-        at += len(block)
-        parts = (rest + block).split(b"\n")
-        rest = parts.pop()
-        for part in parts:
-            yield offset, part + b"\n"
-            offset += len(part) + 1
-    if rest:
-        yield offset, rest
+    """(offset, line with its newline) of the first `size` bytes; the last line may have none."""
+    with os.fdopen(os.dup(file), "rb", BLOCK) as opened:
+        offset = opened.seek(0)
+        while offset < size and (line := opened.readline(size - offset)):
+            yield offset, line
+            offset += len(line)
 
 
 def checked(record: dict[str, Any]) -> tuple[Ask, Value]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from atlas.cli import COMMANDS, command_parser
+from atlas.cli import COMMANDS, CommandParser, command_parser
 
 ROOT = Path(__file__).parents[2]
 PICTURES = {"--page", "--png", "--svg", "--trace"}
@@ -105,6 +105,15 @@ def test_every_flag_has_a_help_text() -> None:
         parser, _ = command_parser(name)
         assert all(action.help for action in parser._actions), name
         assert max(map(len, parser.format_help().splitlines())) <= 120
+
+
+def test_the_help_of_a_flag_ends_with_its_default() -> None:
+    parser = CommandParser(prog="atlas")
+    for flag, value, text in (("--a", 4.0, "so many"), ("--b", 0, "so few"), ("--c", 0, "a port (default: any)")):
+        parser.add_argument(flag, default=value, metavar="N", help=text)
+    parser.add_argument("--d", action="store_true", help="no default to name")
+    shown = [line.split("  ")[-1].strip() for line in parser.format_help().splitlines()[-4:]]
+    assert shown == ["so many (default 4)", "so few (default 0)", "a port (default: any)", "no default to name"]
 
 
 def started(*words: str, **options: object) -> subprocess.Popen[bytes]:

@@ -6,6 +6,7 @@ import datetime as dt
 import json
 import socket
 import threading
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,7 @@ def job(tmp_path: Path) -> Job:
 def facts(host: str, advertise: str | None = "192.0.2.1", until: str = "2999-01-01") -> dict[str, object]:
     dc, _, part = host.partition("/")
     certificates = {f"{dc}.pem": {"names": [f"{dc}/*"], "until": f"{until}T00:00:00+00:00"}}
-    site = SiteFacts(dc, int(part), "10.0.0.1", advertise).to_json()
+    site = asdict(SiteFacts(dc, int(part), "10.0.0.1", advertise))
     return {"site": site, "ports": {f"{dc}/site0": 7710}, "certificates": certificates}
 
 

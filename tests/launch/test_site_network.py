@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import queue
 import socket
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from atlas.launch.site_network import (
     require_connected,
 )
 from atlas.launch.site_security import expiry_watch
+from atlas.runtime.assignment import read
 from atlas.spec.recipe import load_recipe
 from atlas.wan.security.certs import expiry_warnings, make_ca, make_node, require_current
 from atlas.wan.transport.base import PeerRoute
@@ -39,13 +41,13 @@ def test_the_side_that_can_dial_dials_for_both() -> None:
     public, hidden = site("east", "203.0.113.1"), site("west", None)
     assert public.route(hidden, 7711) == PeerRoute(None, dial_for=False)
     assert hidden.route(public, 7712) == PeerRoute(("203.0.113.1", 7712), dial_for=True)
-    assert SiteFacts.from_json(json.loads(json.dumps(hidden.to_json()))) == hidden
+    assert read(SiteFacts, json.loads(json.dumps(asdict(hidden)))) == hidden
 
 
 def test_hosts_of_one_datacenter_dial_its_own_addresses() -> None:
     one, other = site("west/0", None), site("west/1", None, "10.0.0.2", ports=PortRange(1, 2))
     assert one.route(other, 5) == PeerRoute(("10.0.0.2", 5))
-    assert SiteFacts.from_json(json.loads(json.dumps(other.to_json()))) == other
+    assert read(SiteFacts, json.loads(json.dumps(asdict(other)))) == other
 
 
 def test_reach_replaces_what_the_other_side_advertises() -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 
-from atlas.runtime.assignment import Assignment, FillerChoice, ModelChoice, SaveChoice, stand_in
+from atlas.runtime.assignment import Assignment, FillerChoice, ModelChoice, SaveChoice, read, stand_in
 from atlas.runtime.models.config import DecoderConfig, RopeScaling
 
 
@@ -24,9 +25,9 @@ def test_an_assignment_travels_as_json() -> None:
         save=SaveChoice("/here", every=2, sources=("/here", "/there"), resume=4),
         filler=FillerChoice("prefill", {"port": 1, "names": ["a"]}),
     )
-    assert Assignment.from_json(json.loads(json.dumps(full.to_json()))) == full
+    assert read(Assignment, json.loads(json.dumps(asdict(full)))) == full
     bare = Assignment(0, "text", training, 1)
-    assert Assignment.from_json(json.loads(json.dumps(bare.to_json()))) == bare
+    assert read(Assignment, json.loads(json.dumps(asdict(bare)))) == bare
 
 
 def test_an_assignment_loads_without_torch() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from atlas.ir.assemble import with_optimizer
 from atlas.ir.program import Layout
 from atlas.ir.text import to_text
@@ -17,7 +19,7 @@ def test_a_message_before_the_start_is_not_taken_for_a_clock_request() -> None:
     program = with_optimizer(one_f_one_b(Layout(1, 1, 1, ("east",))))
     assignment = Assignment(0, to_text(program), stand_in(width=16, length=8, microbatch=2), num_steps=1)
     with WorkerProcesses("atlas.runtime.process", [NAME]) as workers:
-        workers.send(NAME, {"assignment": assignment.to_json()})
+        workers.send(NAME, {"assignment": asdict(assignment)})
         workers.wait_for("listening", 60)
         workers.send(NAME, {"channels": []})
         workers.wait_for("ready", 60)

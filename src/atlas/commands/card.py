@@ -33,7 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--out", type=Path, required=True, metavar="DIR", help="the folder to write; new or empty")
     add("--job", type=Path, metavar="FILE", help="the plan or job of a timeline file")
     add("--schedule", metavar="NAME", help="for a job: its schedule (default 1f1b)")
-    add("--steps", type=whole(1, 1000), default=DEFAULT_STEPS, metavar="N", help="iterations to simulate (default 7)")
+    add("--steps", type=whole(1, 1000), default=DEFAULT_STEPS, metavar="N", help="iterations to simulate")
     add("--contributor", default="", metavar="NAME", help="your name, for the card")
     add("--contact", default="", metavar="EMAIL", help="your address, for the card")
     job_flags(parser)

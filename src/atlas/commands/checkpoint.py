@@ -57,7 +57,7 @@ named model.NAME, as in Hugging Face. Its metadata is a pickle: import only fold
 
 def _configure_import(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder to import")
-    parser.add_argument("--format", choices=("hf", "dcp"), default="dcp", help="format of FOLDER (default dcp)")
+    parser.add_argument("--format", choices=("hf", "dcp"), default="dcp", help="format of FOLDER")
     parser.add_argument("--config", type=Path, metavar="FILE", help="the model's config.json, for dcp")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder to create; for hf also s3://BUCKET/PREFIX")
 

@@ -32,7 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--tcp",
         choices=("one", "many"),
         default="many",
-        help="TCP connections between two nodes, for JOB.yaml:SCHEDULE (default many)",
+        help="TCP connections between two nodes, for JOB.yaml:SCHEDULE",
     )
     job_flags(parser)
     search_flags(parser)

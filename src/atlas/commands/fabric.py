@@ -47,7 +47,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         choices=("late", "refuses", "no-change"),
         help="how the emulated switches fail after their first change; no-change: acknowledge it without making it",
     )
-    add("--schedule", default="1f1b", metavar="NAME", help="the schedule of --circuits and --rehearse (default 1f1b)")
+    add("--schedule", default="1f1b", metavar="NAME", help="the schedule of --circuits and --rehearse")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -37,7 +37,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add("--batch", metavar="SIZE", help="batch of one iteration: tokens (1M) or sequences ('512 sequences')")
     add("--seq", type=whole(1, 10**8), metavar="N", help="tokens of one sequence (default: the model's, at most 8192)")
-    add("--out", type=Path, default=Path("job.yaml"), metavar="FILE", help="the job file (default job.yaml)")
+    add("--out", type=Path, default=Path("job.yaml"), metavar="FILE", help="the job file")
     add("--force", action="store_true", help="replace the file if there is one")
     add("--list-models", action="store_true", help="print the built-in models with their sources")
 

@@ -34,9 +34,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     place.add_argument(
         "--coordinator", metavar="HOST:PORT", help="where `atlas coordinator` runs, on a machine of its own"
     )
-    add("--image", default="atlas:latest", metavar="NAME", help="image of the container (default atlas:latest)")
+    add("--image", default="atlas:latest", metavar="NAME", help="image of the container")
     add("--ports", metavar="LO-HI", help=f"ports of workers and checkpoint servers (default: the recipe's, or {PORTS})")
-    add("--device", default="cuda", metavar="NAME", help="cuda or cpu (default cuda)")
+    add("--device", default="cuda", metavar="NAME", help="cuda or cpu")
     add("--no-certs", action="store_true", help="no certificates; for loopback only")
 
 

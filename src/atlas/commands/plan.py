@@ -73,14 +73,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help=f"keep this key as the job has it: {', '.join(KEEPABLE)}; may be repeated",
     )
     add("--global-batch", type=whole(1, 10**9), metavar="N", help="sequences per iteration (default: the job's)")
-    add("--tcp", choices=("one", "many"), default="many", help="TCP connections between two nodes (default many)")
+    add("--tcp", choices=("one", "many"), default="many", help="TCP connections between two nodes")
     add(
         "--tries",
         type=whole(0, 1_000_000),
         metavar="N",
         help="orders that the schedule search of the best plan may try (default: by the job's size; 0: no search)",
     )
-    add("--seed", type=whole(0, 2**32 - 1), default=0, metavar="N", help="seed of that search (default 0)")
+    add("--seed", type=whole(0, 2**32 - 1), default=0, metavar="N", help="seed of that search")
     add(
         "--confidence",
         type=number(0.5, 0.999),

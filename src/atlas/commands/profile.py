@@ -27,14 +27,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("job", metavar="JOB.yaml", type=Path, help="job with the model, microbatch and precision")
     add("--gpu", required=True, metavar="NAME", help="the name of this accelerator in the cluster file")
     add("--out", required=True, metavar="FILE", type=Path, help="profile to write or extend")
-    add("--device", choices=("cuda", "cpu"), default="cuda", help="device to measure (default cuda)")
-    add(
-        "--repeats",
-        type=whole(1, 100_000),
-        default=10,
-        metavar="N",
-        help="timed runs, of which the median is used (default 10)",
-    )
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="device to measure")
+    add("--repeats", type=whole(1, 100_000), default=10, metavar="N", help="timed runs, of which the median is used")
     add(
         "--compile",
         action=argparse.BooleanOptionalAction,

@@ -17,7 +17,7 @@ from atlas.evidence.run_summary import run_summary
 def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN", help="a data point, a timeline file, or the folder of a run")
-    add("--out", type=Path, default=Path("report.html"), metavar="FILE", help="the page to write (default report.html)")
+    add("--out", type=Path, default=Path("report.html"), metavar="FILE", help="the page to write")
     add("--title", default="", metavar="WORDS", help="title of the page (default: the runs' names)")
     add("--salvage", action="store_true", help="read truncated traces up to the damage")
 

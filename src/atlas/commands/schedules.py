@@ -21,7 +21,7 @@ from atlas.view.table import plain_table, whole_words
 def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--show", nargs=2, metavar=("NAME", "JOB.yaml"), help="print the Program of this schedule for this job")
-    add("--tcp", choices=("one", "many"), default="many", help="TCP connections between two nodes (default many)")
+    add("--tcp", choices=("one", "many"), default="many", help="TCP connections between two nodes")
     job_flags(parser)
     search_flags(parser)
     add("--torch", action="store_true", help="print the Program as a CSV for torch.distributed.pipelining")

@@ -57,7 +57,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--tcp", choices=("one", "many"), help="TCP connections between two nodes (default: see above)")
     job_flags(parser)
     search_flags(parser)
-    add("--iterations", type=whole(1, 1000), default=1, metavar="N", help="simulate N iterations in a row (default 1)")
+    add("--iterations", type=whole(1, 1000), default=1, metavar="N", help="simulate N iterations in a row")
     add(
         "--monte-carlo",
         type=whole(1, 100_000),

@@ -52,13 +52,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     how_flags(parser)
     add("--device", metavar="NAME", help="paced, cpu, cuda or cuda:N (default: paced; with --dc: cuda)")
     add("--checkpoints", metavar="DIR", help="save to and resume from this folder, or s3://BUCKET/PREFIX")
-    add(
-        "--slower",
-        type=whole(1, 1000),
-        default=1,
-        metavar="X",
-        help="multiply every duration by X, for a slow host (default 1)",
-    )
+    add("--slower", type=whole(1, 1000), default=1, metavar="X", help="multiply every duration by X, for a slow host")
     add("--page", type=Path, metavar="FILE", help="write an HTML page with the predicted and the measured timeline")
     add(
         "--weather-seed",

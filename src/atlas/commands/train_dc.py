@@ -87,7 +87,7 @@ def group_flags(group: argparse._ActionsContainer) -> None:
         type=whole(0, 1000),
         default=5,
         metavar="N",
-        help="stop after N restarts in a row without a new step (default 5)",
+        help="stop after N restarts in a row without a new step",
     )
 
 

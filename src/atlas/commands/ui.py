@@ -15,7 +15,7 @@ import argparse
 import threading
 from pathlib import Path
 
-from atlas.console import remark
+from atlas.console import remark, secret_in
 from atlas.errors import AtlasError
 
 AT = "127.0.0.1:0"
@@ -48,11 +48,7 @@ def token_of(file: Path | None) -> str:
     """The token in a file; "" without one."""
     if file is None:
         return ""
-    try:
-        token = file.read_text(encoding="utf-8").strip()
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise AtlasError(f"--token-file {file}: cannot be read: {why}. Name a file with one line") from error
+    token = secret_in(file, "--token-file")
     if not token or not token.isascii() or any(c in token for c in ' ;,"\\') or len(token) > 200:
         raise AtlasError(f"--token-file {file}: must have one line of up to 200 letters and digits. Write a new one")
     return token

@@ -18,21 +18,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("nodes", nargs="+", metavar="DATACENTER[/WORKER]",
                         help="a node, or all nodes of a datacenter")  # fmt: skip
-    add("--out", type=Path, default=Path("certs"), metavar="DIR", help="folder to write to (default certs)")
-    add(
-        "--days",
-        type=whole(1, 36_500),
-        default=DEFAULT_DAYS,
-        metavar="N",
-        help=f"days that a certificate is valid (default {DEFAULT_DAYS})",
-    )
-    add(
-        "--ca-days",
-        type=whole(1, 36_500),
-        default=CA_DAYS,
-        metavar="N",
-        help=f"days that a new CA is valid (default {CA_DAYS})",
-    )
+    add("--out", type=Path, default=Path("certs"), metavar="DIR", help="folder to write to")
+    add("--days", type=whole(1, 36_500), default=DEFAULT_DAYS, metavar="N", help="days that a certificate is valid")
+    add("--ca-days", type=whole(1, 36_500), default=CA_DAYS, metavar="N", help="days that a new CA is valid")
     add("--also", action="append", default=[], metavar="DATACENTER/WORKER",
                         help="another name that each of these nodes may use; may be repeated")  # fmt: skip
     add("--json", action="store_true", help="print the files as JSON")

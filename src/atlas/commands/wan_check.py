@@ -35,13 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--coordinator", metavar="HOST:PORT", help="the address that `atlas coordinator` will have")
     network_flags(parser)
     security_flags(parser)
-    add(
-        "--gather",
-        type=number(0.1, 1e7),
-        default=60.0,
-        metavar="S",
-        help="wait S seconds for the other hosts (default 60)",
-    )
+    add("--gather", type=number(0.1, 1e7), default=60.0, metavar="S", help="wait S seconds for the other hosts")
     add("--json", action="store_true", help="print the report as JSON")
     job_flags(parser)
 

@@ -17,6 +17,7 @@ import json
 import os
 import re
 import time
+from dataclasses import asdict
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -42,27 +43,10 @@ MAX_PACKETS = 4_000_000
 def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("cluster", type=Path, metavar="CLUSTER.yaml", help="a cluster file, or a job")
-    add(
-        "--grade",
-        choices=("proxy", "namespace"),
-        default="proxy",
-        help="proxy on loopback, or real TCP (default proxy)",
-    )
+    add("--grade", choices=("proxy", "namespace"), default="proxy", help="proxy on loopback, or real TCP")
     add("--nodes-per-dc", type=whole(1, 10**6), metavar="N", help="emulate at most N nodes of each datacenter")
-    add(
-        "--scale",
-        type=float,
-        default=1.0,
-        metavar="X",
-        help="multiply rates and windows by X, for small hosts (default 1)",
-    )
-    add(
-        "--jitter-ms",
-        type=float,
-        default=0.0,
-        metavar="MS",
-        help="extra one-way delay, random from 0 to MS (default 0)",
-    )
+    add("--scale", type=float, default=1.0, metavar="X", help="multiply rates and windows by X, for small hosts")
+    add("--jitter-ms", type=float, default=0.0, metavar="MS", help="extra one-way delay, random from 0 to MS")
     add(
         "--forward",
         action="append",
@@ -84,7 +68,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=whole(0, 2**32 - 1),
         default=0,
         metavar="N",
-        help="seed of the cross traffic of links that have a `model` (default 0)",
+        help="seed of the cross traffic of links that have a `model`",
     )
     add(
         "--record",
@@ -221,7 +205,7 @@ def _through_proxy(net: ProxyNet, forwards: list[str], seconds: float | None) ->
     if not forwards:
         for (a, b), path in net.paths.items():
             weather = {"cross": len(path.cross), "cross_back": len(path.cross_back)}
-            print(json.dumps({"from": a, "to": b, **path.as_json(), **weather}), flush=True)
+            print(json.dumps({"from": a, "to": b, **asdict(path), **weather}), flush=True)
         return
     time.sleep(seconds if seconds is not None else FOREVER_S)
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from atlas.commands.network_flags import address_of
 from atlas.commands.wan_emulate import cluster_of
-from atlas.console import number, print_json, remark, require_folder, require_outputs, whole
+from atlas.console import number, print_json, remark, require_folder, require_outputs, secret_in, whole
 from atlas.errors import AtlasError
 from atlas.ir.replace import write_whole
 from atlas.spec.job import Cluster
@@ -49,24 +49,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--out", type=Path, metavar="FILE", help="write the links section to a new file")
     add("--check", type=Path, metavar="FILE", help="warn where this job or cluster file differs from the measurement")
     add("--json", action="store_true", help="print all measurements as JSON")
-    add(
-        "--max-streams", type=whole(1, 1024), default=32, metavar="K", help="maximum number of connections (default 32)"
-    )
+    add("--max-streams", type=whole(1, 1024), default=32, metavar="K", help="maximum number of connections")
     add(
         "--max-mb",
         type=number(0.001, 1e6),
         default=1000.0,
         metavar="MB",
-        help="maximum size of a transfer, in megabytes (default 1000)",
+        help="maximum size of a transfer, in megabytes",
     )
-    add("--repeat", type=whole(1, 10**6), default=1, metavar="N", help="probe N times, for --record (default 1)")
-    add(
-        "--every",
-        type=number(0, 1e6),
-        default=60.0,
-        metavar="S",
-        help="seconds from one probe to the next (default 60)",
-    )
+    add("--repeat", type=whole(1, 10**6), default=1, metavar="N", help="probe N times, for --record")
+    add("--every", type=number(0, 1e6), default=60.0, metavar="S", help="seconds from one probe to the next")
     add(
         "--record",
         type=Path,
@@ -85,7 +77,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.listen is None and not args.node:
         raise AtlasError("nothing to do: give --listen HOST:PORT to run an agent, or --node NAME=HOST:PORT to measure")
-    token = _token(args.token_file)
+    file = args.token_file
+    token = require_token(secret_in(file, "--token-file") if file else os.environ.get("ATLAS_PROBE_TOKEN", ""))
     if args.listen is not None:
         host, port = address_of("--listen", args.listen)
         with ProbeAgent(host, port, token) as agent:
@@ -165,16 +158,6 @@ def _record(folder: Path, rounds: list[list[LinkMeasurement]]) -> None:
         series = [Observation(r[i].at, r[i].rtt.median_s * 1e3, r[i].pair_bps / 1e9) for r in rounds]
         write_csv(folder / f"{name}.series.csv", Observation._fields, series)
         write_csv(folder / f"{name}.trace.csv", TraceRow._fields, trace_rows(series))
-
-
-def _token(path: Path | None) -> str:
-    if path is not None:
-        try:
-            return require_token(path.read_text().strip())
-        except (OSError, ValueError) as error:
-            why = getattr(error, "strerror", None) or error
-            raise AtlasError(f"--token-file {path}: cannot be read: {why}. Check the path") from None
-    return require_token(os.environ.get("ATLAS_PROBE_TOKEN", ""))
 
 
 def _node(text: str) -> tuple[str, tuple[str, int]]:

@@ -41,7 +41,7 @@ def watch_flags(parser: argparse.ArgumentParser) -> None:
     add("--log", type=Path, metavar="FILE", help="append a JSON line for every step")
     add("--timeline", type=Path, metavar="FILE", help="append the timeline of every step, for `atlas view`")
     add("--metrics-port", type=int, metavar="PORT", help="serve /metrics for Prometheus (0: any port)")
-    add("--metrics-host", default="127.0.0.1", metavar="ADDRESS", help="address of /metrics (default 127.0.0.1)")
+    add("--metrics-host", default="127.0.0.1", metavar="ADDRESS", help="address of /metrics")
     add(
         "--track",
         action="append",
@@ -137,13 +137,7 @@ def _gpu_facts(job: Job, options: TrainOptions) -> GpuFacts | None:
 def trace_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--profile", metavar="A:B", help="record steps A to B of every worker with torch.profiler, for Perfetto")
-    add(
-        "--profile-out",
-        type=Path,
-        default=Path("profile"),
-        metavar="DIR",
-        help="folder of --profile (default profile)",
-    )
+    add("--profile-out", type=Path, default=Path("profile"), metavar="DIR", help="folder of --profile")
     add(
         "--record-wan",
         type=Path,

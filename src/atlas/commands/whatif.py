@@ -61,7 +61,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="spread (sigma) of the random networks (default: the job's `jitter.wan`, or 0.2)",
     )
-    add("--seed", type=whole(0, 2**32 - 1), default=0, metavar="N", help="seed of the random networks (default 0)")
+    add("--seed", type=whole(0, 2**32 - 1), default=0, metavar="N", help="seed of the random networks")
     add("--no-marginals", action="store_true", help="skip the bottleneck table")
     job_flags(parser)
     add("--json", action="store_true", help="print the results as JSON instead of tables")

@@ -19,13 +19,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from atlas.errors import SpecError
 from atlas.spec.document import read_json, read_yaml
 from atlas.spec.fields import Count, Flag, Frozen, Size, Text
 from atlas.spec.job import Job
-from atlas.spec.refusal import refusal
+from atlas.spec.refusal import validated
 
 Seconds = Annotated[float, Field(strict=True, ge=0, le=10_000, allow_inf_nan=False)]
 
@@ -109,11 +109,8 @@ def load_profile(path: str | Path) -> Profile:
     path = Path(path)
     is_yaml = path.suffix.lower() in (".yaml", ".yml")
     data: Any = read_yaml(path, key="profile").data if is_yaml else read_json(path, key="profile")
-    try:
-        profile = Profile.model_validate(data)
-    except ValidationError as error:
-        remedy = "The file may be truncated: measure again, or fix the value"
-        raise refusal(error, lambda _: str(path), Profile, remedy) from None
+    remedy = "The file may be truncated: measure again, or fix the value"
+    profile = validated(Profile, data, lambda _: str(path), remedy)
     for i, entry in enumerate(profile.entries):
         if (entry.layer is None) == (entry.layers is None):
             raise SpecError(

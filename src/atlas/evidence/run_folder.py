@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from atlas.errors import AtlasError
+from atlas.spec.document import read_json
 
 TIMELINES = ("run.timeline", "timeline", "timeline.jsonl")
 PLANS = ("plan.yaml", "job.yaml")
@@ -64,10 +64,5 @@ def _first(folder: Path, names: tuple[str, ...], pattern: str = "") -> Path | No
 
 
 def _record(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        data = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise AtlasError(f"{path}: cannot be read as JSON ({error}). Remove it, or name the timeline file") from error
+    data = read_json(path, key="record of a run") if path.is_file() else {}
     return data if isinstance(data, dict) else {}

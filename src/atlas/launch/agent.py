@@ -25,7 +25,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -207,7 +207,7 @@ class Agent:
         mine = self.settings
         facts = mine.network.facts(attempt.name, mine.rendezvous)
         private = mine.network.private or is_loopback(facts.local)
-        about: Message = {"site": facts.to_json(), "private": private, "device": mine.device}
+        about: Message = {"site": asdict(facts), "private": private, "device": mine.device}
         about |= {"machine": socket.gethostname(), "memory": memory_name(), "free_bytes": free_bytes()}
         if mine.checkpoints is None:
             self._reply(attempt, {"begun": {**about, "server": None, "stores": []}})
@@ -314,7 +314,7 @@ class Agent:
                 save=save and replace(save, prunes=index == 0),
                 filler=None if mine.filler is None else replace(mine.filler, host=local),
             )
-            workers.send(role.name, {"assignment": assignment.to_json()})
+            workers.send(role.name, {"assignment": asdict(assignment)})
         self._reply(attempt, {"prepared": workers.pids})
 
     def _logs(self, attempt: _Attempt) -> WorkerLogs:

@@ -13,6 +13,7 @@ from typing import Any
 from atlas.launch.control_channel import Message
 from atlas.launch.rendezvous import Refusal
 from atlas.launch.site_network import SiteFacts
+from atlas.runtime.assignment import read
 from atlas.wan.security.certs import WARN_DAYS
 from atlas.wan.transport.base import Address
 
@@ -37,7 +38,7 @@ def compiled(
     faults = [
         *_absent(missing, refused, rendezvous),
         *_dials(rows),
-        *_apart({host: SiteFacts.from_json(facts["site"]) for host, facts in joined.items()}),
+        *_apart({host: read(SiteFacts, facts["site"]) for host, facts in joined.items()}),
         *(
             f"{host}: its clock differs by {ahead:+.0f} s from the first datacenter's. Run NTP there"
             for host, ahead in clocks.items()

@@ -35,6 +35,7 @@ from atlas.launch.site_network import SiteFacts, require_apart, require_connecte
 from atlas.launch.site_rails import rails_message, relay_circuits, slowest_change_s
 from atlas.launch.supervisor import run_with_restarts
 from atlas.launch.train_options import TrainOptions, compiler
+from atlas.runtime.assignment import read
 from atlas.runtime.wiring import PeerLink, WorkerRole
 from atlas.wan.security.credentials import Security
 from atlas.wan.transport.base import Address, PeerRoute
@@ -250,7 +251,7 @@ class Coordinator:
 
     def _sites(self, workers: RemoteWorkers, found: Mapping[str, Any]) -> dict[str, SiteFacts]:
         """By agent: its place in the network. Raises if a pair that must exchange messages cannot."""
-        sites = {agent: SiteFacts.from_json(facts["site"]) for agent, facts in found.items()}
+        sites = {agent: read(SiteFacts, facts["site"]) for agent, facts in found.items()}
         pairs = {(workers.agent_of(a), workers.agent_of(b)) for a, b in self.prepared.peers}
         if any(facts["server"] is not None for facts in found.values()):  # all checkpoint servers connect
             pairs = set(combinations(sites, 2))

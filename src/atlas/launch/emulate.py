@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -253,7 +253,7 @@ def _assign(
             nccl_on_shared_gpu=settings.nccl_on_shared_gpu,
             skew_ns=settings.skews_ns.get(role.name, 0),
         )
-        workers.send(role.name, {"assignment": assignment.to_json()})
+        workers.send(role.name, {"assignment": asdict(assignment)})
 
 
 def _connect(

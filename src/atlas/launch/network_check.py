@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from atlas.launch.hosts import workers_by_datacenter
 from atlas.launch.rendezvous import COORDINATOR, AgentName, JoinedAgent, Rendezvous, RendezvousClient
 from atlas.launch.site_network import SiteFacts, SiteNetwork
 from atlas.launch.site_security import security_of
+from atlas.runtime.assignment import read
 from atlas.spec import Job
 from atlas.wan.probe.port_check import check_burst, check_port
 from atlas.wan.security.certs import described
@@ -148,7 +149,7 @@ class CheckedSite:
         mine = self.settings
         site = mine.network.facts(mine.name, mine.rendezvous)
         certificates = described(mine.certificates, mine.name.datacenter)
-        return {"site": site.to_json(), "ports": self.ports, "certificates": certificates}
+        return {"site": asdict(site), "ports": self.ports, "certificates": certificates}
 
     def serve(self, client: RendezvousClient) -> Message:
         client.channel.send({"joined": self.facts()})
@@ -171,7 +172,7 @@ class CheckedSite:
         rows: list[Message] = []
         with ThreadPoolExecutor(MAX_DIALS) as pool:
             for host, peer in peers.items():
-                there = here.dials(SiteFacts.from_json(peer["site"]))
+                there = here.dials(read(SiteFacts, peer["site"]))
                 row: Message = {"from": here.host, "to": host, "host": there, "ports": {}}
                 if there is not None:
                     row["found"] = {

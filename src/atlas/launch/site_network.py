@@ -9,15 +9,13 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import combinations
-from typing import Any
 
 from atlas.addresses import is_loopback
 from atlas.errors import AtlasError
 from atlas.launch.machine import network_name
 from atlas.launch.rendezvous import AgentName
-from atlas.runtime.assignment import read
 from atlas.wan.transport.base import Address, PeerRoute, is_wildcard
 from atlas.wan.transport.handshake import resolve
 
@@ -154,13 +152,6 @@ class SiteFacts:
     """What it binds."""
     network: str = ""
     """The name of its machine's addresses (`machine`)."""
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> SiteFacts:
-        return read(cls, data)
 
     @property
     def host(self) -> str:

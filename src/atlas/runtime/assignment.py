@@ -5,7 +5,6 @@ Plain values that travel as JSON. Loads no torch, so a launcher that only forwar
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -212,13 +211,6 @@ class Assignment:
     @property
     def role(self) -> WorkerRole:
         return WorkerRole(from_text(self.program), self.worker, self.cell, self.num_cells, self.groups, self.group)
-
-    def to_json(self) -> Json:
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Json) -> Assignment:
-        return read(cls, data)
 
 
 def read(cls: type[T], data: Mapping[str, Any]) -> T:

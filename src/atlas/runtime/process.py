@@ -45,7 +45,7 @@ import torch.fx.experimental.symbolic_shapes  # 0.8 s: the first backward would 
 from atlas.errors import AtlasError
 from atlas.lifetime import Repeating
 from atlas.priority import shorten_slices
-from atlas.runtime.assignment import Assignment
+from atlas.runtime.assignment import Assignment, read
 from atlas.runtime.checkpoint.manifest import SaveId
 from atlas.runtime.circuits import WorkerCircuits
 from atlas.runtime.compiling import ONCE
@@ -139,7 +139,7 @@ class StopControl:
 
 
 def _serve(messages: TextIO, out: MessageWriter) -> dict[str, Any]:
-    assignment = Assignment.from_json(_read(messages)["assignment"])
+    assignment = read(Assignment, _read(messages)["assignment"])
     if assignment.tp == 1:
         return _work(assignment, messages, out, None)
     from atlas.runtime.tensor_parallel.leader import Followers  # DTensor: 1 s, and most workers do not need it

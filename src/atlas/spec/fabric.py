@@ -10,11 +10,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from atlas.spec.document import read_yaml, wrong
 from atlas.spec.fields import Count, Flag, Frozen, NonNegative, Text
-from atlas.spec.refusal import refusal
+from atlas.spec.refusal import validated
 
 Kind = Literal["rail", "fat-tree", "flat-rail", "photonic"]
 KINDS: tuple[Kind, ...] = ("rail", "fat-tree", "flat-rail", "photonic")
@@ -108,8 +108,5 @@ def _read_parts(path: str, built_in: FabricParts) -> FabricParts:
     if not isinstance(document.data, dict):
         raise wrong(path, "parts", "a parts file is a mapping of keys", "Write, for example, switch_watts: 2524")
     stated = {"source": path, "date": "not stated", **document.data}
-    try:
-        return FabricParts.model_validate({**built_in.model_dump(), **stated})
-    except ValidationError as error:
-        remedy = "Watts and dollars are 0 or more"
-        raise refusal(error, lambda keys: document.origin(keys, path), FabricParts, remedy) from None
+    data, remedy = {**built_in.model_dump(), **stated}, "Watts and dollars are 0 or more"
+    return validated(FabricParts, data, lambda keys: document.origin(keys, path), remedy)

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from atlas.spec.document import Document, Keys, read_yaml
 from atlas.spec.fields import Count, Flag, Frozen, Name, NonNegative, Text
 from atlas.spec.job import MAX_RANKS, Job, Place
 from atlas.spec.load import finished, job_of
-from atlas.spec.refusal import Where, bad, refusal
+from atlas.spec.refusal import Where, bad, validated
 
 VERSION: Literal[1] = 1
 REMEDY = "Make the plan again"
@@ -133,10 +133,7 @@ def _plan(document: Document, path: Path, overrides: Sequence[str]) -> Plan:
         raise bad(where, ("job",), None, "a plan must contain its job", REMEDY)
     job = finished(Document(document.data["job"], inside), overrides, str(path))
     rest = {key: value for key, value in document.data.items() if key != "job"}
-    try:
-        plan = Plan.model_validate({**rest, "job": job})
-    except ValidationError as error:
-        raise refusal(error, where, Plan, "Change it, or make the plan again") from None
+    plan = validated(Plan, {**rest, "job": job}, where, "Change it, or make the plan again")
     _check_groups(plan, where)
     if len(plan.groups) > 1:
         _require_one_of(plan, where)

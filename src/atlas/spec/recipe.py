@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from atlas.errors import SpecError
 from atlas.spec.document import Document, Keys, part_of, read_yaml, replaced, wrong
 from atlas.spec.fields import Flag, Frozen, Name, Positive, Text
-from atlas.spec.refusal import refusal
+from atlas.spec.refusal import validated
 
 Steps = Annotated[int, Field(strict=True, ge=1, le=10**9)]
 StepsOrNone = Annotated[int, Field(strict=True, ge=0, le=10**9)]
@@ -206,11 +206,8 @@ def load_recipe(path: Path | None, flags: Mapping[str, Any] | None = None) -> Re
         if value is not None:
             document = _with_flag(document, tuple(key.split(".")), value)
     where = str(path or "recipe")
-    try:
-        recipe = Recipe.model_validate(document.data)
-    except ValidationError as error:
-        remedy = "Change it; docs/recipes.md explains the key"
-        raise refusal(error, lambda keys: document.origin(keys, where), Recipe, remedy) from None
+    remedy = "Change it; docs/recipes.md explains the key"
+    recipe = validated(Recipe, document.data, lambda keys: document.origin(keys, where), remedy)
     _check(recipe, document, where)
     return recipe
 

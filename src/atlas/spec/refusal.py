@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from typing import Any, get_args, get_origin
+from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -16,6 +16,7 @@ from atlas.spec.document import Keys, dotted, nearest, shown
 from atlas.spec.fields import NAME
 from atlas.spec.gpus import ALIASES, GPUS
 
+M = TypeVar("M", bound=BaseModel)
 Where = Callable[[Keys], str]
 """The file and line of a key."""
 MOST_MISTAKES = 20
@@ -52,10 +53,13 @@ def unknown_gpu(name: str, own: Iterable[str], where: str, key: str) -> SpecErro
     return SpecError(where=where, key=key, value=name, rule="no such GPU type", remedy=remedy)
 
 
-def refusal(error: ValidationError, where: Where, kind: type[BaseModel], remedy: str) -> SpecError:
-    """Everything that is wrong with a file of this kind, in one error. `remedy` is what helps where nothing better is
-    known."""
-    return together(refusals(error, where, kind, remedy))
+def validated(kind: type[M], data: Any, where: Where, remedy: str) -> M:
+    """The content of a file of this kind. Raises SpecError with everything that is wrong with it. `remedy` is what
+    helps where nothing better is known."""
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        raise together(refusals(error, where, kind, remedy)) from None
 
 
 def refusals(error: ValidationError, where: Where, kind: type[BaseModel], remedy: str) -> list[SpecError]:

@@ -12,25 +12,25 @@ import hashlib
 import hmac
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
-from atlas.errors import AtlasError
+from atlas.spec.document import read_yaml
+from atlas.spec.fields import Frozen, Positive
+from atlas.spec.refusal import validated
 
 EVERYBODY = "everybody"
 """The tenant of a service without keys."""
 
 
-class _Tenant(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+class _Tenant(Frozen):
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
-    weight: float = Field(default=1.0, gt=0)
+    weight: Positive = 1.0
 
 
-class _Document(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class _Document(Frozen):
     tenants: dict[str, _Tenant] = Field(min_length=1)
 
 
@@ -47,15 +47,9 @@ class Keys:
 
     @classmethod
     def read(cls, path: Path) -> Keys:
-        try:
-            found = _Document.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
-        except OSError as error:
-            raise AtlasError(f"{path}: {error.strerror or error}. Check the path") from None
-        except (yaml.YAMLError, ValidationError, UnicodeDecodeError) as error:
-            first = str(error).splitlines()
-            raise AtlasError(
-                f"{path}: not a file of keys ({' '.join(first[:3])}). See docs/bubbletea-serve.md"
-            ) from None
+        document = read_yaml(path, key="keys")
+        where = partial(document.origin, default=str(path))
+        found = validated(_Document, document.data, where, "See docs/bubbletea-serve.md")
         return cls(
             {name: bytes.fromhex(tenant.sha256) for name, tenant in found.tenants.items()},
             {name: tenant.weight for name, tenant in found.tenants.items()},

@@ -11,64 +11,45 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from atlas.console import whole
+from atlas.console import job_flags, whole
 from bubbletea.flags import aim_flags
 
 PORT, MEBIBYTES = whole(0, 65_535), whole(1, 10_000_000)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("plan", nargs="?", type=Path, metavar="PLAN.yaml", help="the plan or job that is trained")
+    add = parser.add_argument
+    add("plan", nargs="?", type=Path, metavar="PLAN.yaml", help="the plan or job that is trained")
     run_flags(parser)
-    parser.add_argument("--alone", type=int, metavar="N", help="no training: start N workers that only prefill")
-    parser.add_argument(
+    add("--alone", type=int, metavar="N", help="no training: start N workers that only prefill")
+    add(
         "--busy",
         type=float,
         default=0.0,
         metavar="X",
         help="with --alone: share of time that workers are busy, as if they trained",
     )
-    parser.add_argument(
+    add(
         "--device",
         metavar="NAME",
         help="device of the workers, as in training (default: paced; with --dc: cuda); with --alone: cpu or cuda:N",
     )
-    parser.add_argument(
-        "--model", type=Path, metavar="DIR", help="a Hugging Face folder (default: a tiny shipped model)"
-    )
-    parser.add_argument("--name", metavar="NAME", help="model name in the API (default: the folder's name)")
-    parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="weight type (default float32)"
-    )
-    parser.add_argument(
-        "--stages", type=whole(1, 64), metavar="N", help="workers per copy of the model (default: the fewest)"
-    )
-    parser.add_argument(
-        "--chunk", type=whole(16, 65_536), default=512, metavar="N", help="tokens of the longest chunk (default 512)"
-    )
-    parser.add_argument(
-        "--arena-mib", type=MEBIBYTES, default=256, metavar="N", help="MiB per worker for prefill (default 256)"
-    )
-    parser.add_argument(
-        "--store-mib", type=MEBIBYTES, default=1024, metavar="N", help="host memory for KV, in MiB (default 1024)"
-    )
-    parser.add_argument(
-        "--prefix-mib",
-        type=whole(0, 10_000_000),
-        default=256,
-        metavar="N",
-        help="size of the prefix cache in MiB (default 256)",
-    )
-    parser.add_argument(
+    add("--model", type=Path, metavar="DIR", help="a Hugging Face folder (default: a tiny shipped model)")
+    add("--name", metavar="NAME", help="model name in the API (default: the folder's name)")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="weight type")
+    add("--stages", type=whole(1, 64), metavar="N", help="workers per copy of the model (default: the fewest)")
+    add("--chunk", type=whole(16, 65_536), default=512, metavar="N", help="tokens of the longest chunk")
+    add("--arena-mib", type=MEBIBYTES, default=256, metavar="N", help="MiB per worker for prefill")
+    add("--store-mib", type=MEBIBYTES, default=1024, metavar="N", help="host memory for KV, in MiB")
+    add("--prefix-mib", type=whole(0, 10_000_000), default=256, metavar="N", help="size of the prefix cache in MiB")
+    add(
         "--slowdown",
         type=float,
         default=0.005,
         metavar="X",
-        help="largest slowdown of training by prefill, as a share (default 0.005)",
+        help="largest slowdown of training by prefill, as a share",
     )
-    parser.add_argument(
-        "--deadline", type=float, default=30.0, metavar="S", help="seconds, for requests without one (default 30)"
-    )
+    add("--deadline", type=float, default=30.0, metavar="S", help="seconds, for requests without one")
     aim_flags(parser)
     port_flags(parser)
     page_flags(parser)
@@ -76,68 +57,51 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def port_flags(parser: argparse.ArgumentParser) -> None:
     """Where it listens, who may call, and how it ends."""
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
-    parser.add_argument("--port", type=PORT, default=8000, help="port to listen on (default 8000)")
-    parser.add_argument(
-        "--handoff-port", type=PORT, default=0, metavar="PORT", help="port for decode engines (default: any)"
-    )
-    parser.add_argument(
-        "--handoff-only",
-        action="store_true",
-        help="no embedded decoder: every request is a hand-off",
-    )
-    parser.add_argument("--handoff-anywhere", action="store_true", help="accept decode engines from other hosts")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--host", default="127.0.0.1", help="address to listen on")
+    add("--port", type=PORT, default=8000, help="port to listen on")
+    add("--handoff-port", type=PORT, default=0, metavar="PORT", help="port for decode engines (default: any)")
+    add("--handoff-only", action="store_true", help="no embedded decoder: every request is a hand-off")
+    add("--handoff-anywhere", action="store_true", help="accept decode engines from other hosts")
+    add(
         "--nixl-unencrypted",
         action="store_true",
         help="decode engines of other hosts may read by NIXL, which does not encrypt: in private networks only",
     )
-    parser.add_argument(
-        "--token-file", type=Path, metavar="FILE", help="token of the decode engines (default: a new one)"
-    )
-    parser.add_argument("--keys", type=Path, metavar="FILE", help="API keys by tenant (default: no key needed)")
-    parser.add_argument("--without-keys", action="store_true", help="allow a --host other than loopback without --keys")
-    parser.add_argument(
-        "--drain",
-        type=float,
-        default=30.0,
-        metavar="S",
-        help="seconds to finish admitted requests at the end (default 30)",
-    )
+    add("--token-file", type=Path, metavar="FILE", help="token of the decode engines (default: a new one)")
+    add("--keys", type=Path, metavar="FILE", help="API keys by tenant (default: no key needed)")
+    add("--without-keys", action="store_true", help="allow a --host other than loopback without --keys")
+    add("--drain", type=float, default=30.0, metavar="S", help="seconds to finish admitted requests at the end")
 
 
 def page_flags(parser: argparse.ArgumentParser) -> None:
     """Of the live page (docs/page.md)."""
-    parser.add_argument("--ui", action="store_true", help="serve the live page of the run, with this service's figures")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--ui", action="store_true", help="serve the live page of the run, with this service's figures")
+    add(
         "--ui-at", metavar="[HOST:]PORT", help="where --ui serves (default: any port of 127.0.0.1; others need a token)"
     )
-    parser.add_argument("--runs", type=Path, metavar="DIR", help="the run's folder (default runs/NAME)")
+    add("--runs", type=Path, metavar="DIR", help="the run's folder (default runs/NAME)")
 
 
 def run_flags(parser: argparse.ArgumentParser) -> None:
     """Of the run whose workers join: as `atlas train` has them."""
-    parser.add_argument("--dc", metavar="NAME", help="use the workers of this datacenter (default: of all)")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--dc", metavar="NAME", help="use the workers of this datacenter (default: of all)")
+    add(
         "--folder",
         type=Path,
         metavar="DIR",
         help="folder where workers find this service: their --filler-folder (default: this user's on this host)",
     )
-    parser.add_argument(
-        "--workers-host", default="127.0.0.1", metavar="ADDRESS", help="address for workers (default 127.0.0.1)"
-    )
-    parser.add_argument("--workers-port", type=PORT, default=0, metavar="PORT", help="port for workers (default: any)")
-    parser.add_argument("--certs", type=Path, metavar="DIR", help="the run's certificates, for workers on other hosts")
-    parser.add_argument("--recipe", type=Path, metavar="FILE", help="the run's recipe, if it has one")
-    parser.add_argument("--schedule", default="", metavar="NAME", help="schedule of a job (default 1f1b)")
-    parser.add_argument("--tcp", choices=("one", "many"), help="TCP connections per node pair (default many)")
-    parser.add_argument(
-        "--slower", type=whole(1, 1000), default=1, metavar="X", help="the same value as --slower of the emulated run"
-    )
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of the job; may be repeated"
-    )
+    add("--workers-host", default="127.0.0.1", metavar="ADDRESS", help="address for workers")
+    add("--workers-port", type=PORT, default=0, metavar="PORT", help="port for workers (default: any)")
+    add("--certs", type=Path, metavar="DIR", help="the run's certificates, for workers on other hosts")
+    add("--recipe", type=Path, metavar="FILE", help="the run's recipe, if it has one")
+    add("--schedule", default="", metavar="NAME", help="schedule of a job (default 1f1b)")
+    add("--tcp", choices=("one", "many"), help="TCP connections per node pair (default many)")
+    add("--slower", type=whole(1, 1000), default=1, metavar="X", help="the same value as --slower of the emulated run")
+    job_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:

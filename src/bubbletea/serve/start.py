@@ -13,6 +13,7 @@ from collections import Counter
 from contextlib import AbstractContextManager, ExitStack
 
 from atlas.addresses import is_loopback
+from atlas.console import secret_in
 from atlas.errors import AtlasError
 from atlas.ir.assemble import repeated
 from atlas.ir.text import program_id, to_text
@@ -154,15 +155,10 @@ def _require_keys(args: argparse.Namespace) -> None:
 
 def _token(args: argparse.Namespace) -> str:
     """Of the decode engines; empty: a new one is made."""
-    if args.token_file is None:
-        return ""
-    try:
-        token = args.token_file.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise AtlasError(f"--token-file {args.token_file}: cannot be read ({error}). Check the path") from None
-    if not token:
+    token = "" if args.token_file is None else secret_in(args.token_file, "--token-file")
+    if args.token_file is not None and not token:
         raise AtlasError(f"--token-file {args.token_file}: it is empty. Write a token into it (docs/vllm.md)")
-    return str(token)
+    return token
 
 
 def _security(args: argparse.Namespace) -> Security | None:

@@ -10,13 +10,12 @@ measured.
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from atlas.console import Meter, as_json, job_flags, positive, require_outputs, say, show, whole
+from atlas.console import Meter, job_flags, positive, print_json, require_outputs, say, show, whole
 from atlas.cost.weather import paths_with_weather
 from atlas.errors import AtlasError
 from atlas.evaluate import Result
@@ -40,86 +39,68 @@ PATIENCE_S, RELAXED_S = 10.0, 20.0
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("job", type=Path, metavar="JOB.yaml", help="a job or a plan file")
-    parser.add_argument("--requests", required=True, metavar="TRACE", help="a trace file, or `synthetic`")
-    parser.add_argument("--schedule", metavar="NAME", help="training's schedule (default: the plan's, else atlas)")
-    parser.add_argument(
+    add = parser.add_argument
+    add("job", type=Path, metavar="JOB.yaml", help="a job or a plan file")
+    add("--requests", required=True, metavar="TRACE", help="a trace file, or `synthetic`")
+    add("--schedule", metavar="NAME", help="training's schedule (default: the plan's, else atlas)")
+    add(
         "--policy",
         choices=POLICIES,
         action="append",
         help="admission: ours, the paper's, or dedicated: on accelerators that only prefill; may be repeated "
         "(default: all)",
     )
-    parser.add_argument(
+    add(
         "--load",
         type=positive,
         action="append",
         metavar="X",
         help="share of the bubbles that the requests would fill; may be repeated (default 0.6)",
     )
-    parser.add_argument(
-        "--prompt", type=whole(1, 1_000_000), action="append", metavar="N", help="scale prompts to N tokens on average"
-    )
-    parser.add_argument(
+    add("--prompt", type=whole(1, 1_000_000), action="append", metavar="N", help="scale prompts to N tokens on average")
+    add(
         "--capacity",
         action="store_true",
         help="find the largest load at which p50, p95 and refusals are within their limits (docs/bubbletea.md)",
     )
-    parser.add_argument("--offline", action="store_true", help="requests have no deadline: fill all bubbles")
-    parser.add_argument(
-        "--patience",
-        type=positive,
-        default=PATIENCE_S,
-        metavar="S",
-        help="deadline of a request, in seconds (default 10)",
-    )
+    add("--offline", action="store_true", help="requests have no deadline: fill all bubbles")
+    add("--patience", type=positive, default=PATIENCE_S, metavar="S", help="deadline of a request, in seconds")
     aim_flags(parser)
-    parser.add_argument(
+    add(
         "--split",
         type=whole(1, 64),
         action="append",
         metavar="N",
         help="workers that share one copy of the model; may be repeated",
     )
-    parser.add_argument(
-        "--chunk", type=whole(16, 65_536), action="append", metavar="N", help="tokens of a chunk; may be repeated"
-    )
-    parser.add_argument(
-        "--cells", type=whole(1, 100_000), default=1, metavar="N", help="DP-cells to replay (default 1)"
-    )
-    parser.add_argument(
-        "--periods", type=positive, default=4.0, metavar="N", help="training iterations to measure (default 4)"
-    )
-    parser.add_argument(
-        "--tenants", type=whole(1, 1000), default=1, metavar="N", help="number of tenants, assigned in turn (default 1)"
-    )
+    add("--chunk", type=whole(16, 65_536), action="append", metavar="N", help="tokens of a chunk; may be repeated")
+    add("--cells", type=whole(1, 100_000), default=1, metavar="N", help="DP-cells to replay")
+    add("--periods", type=positive, default=4.0, metavar="N", help="training iterations to measure")
+    add("--tenants", type=whole(1, 1000), default=1, metavar="N", help="number of tenants, assigned in turn")
     window_flags(parser)
     job_flags(parser)
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
-    parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="write a chart of TTFT over load or prompt length (.html or .svg)"
-    )
+    add("--json", action="store_true", help="print the figures as JSON")
+    add("--html", type=Path, metavar="FILE", help="write a chart of TTFT over load or prompt length (.html or .svg)")
 
 
 def window_flags(parser: argparse.ArgumentParser) -> None:
     """Where the windows come from, and how well they are known."""
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--jitter",
         type=positive,
         metavar="X",
         help="spread of op and WAN times; windows are learnt and the slowdown is reported",
     )
-    parser.add_argument(
+    add(
         "--slowdown",
         type=positive,
         default=0.005,
         metavar="X",
-        help="largest slowdown of training by prefill, as a share (default 0.005)",
+        help="largest slowdown of training by prefill, as a share",
     )
-    parser.add_argument(
-        "--waits", type=Path, metavar="FILE", help="tool waits of rollouts, from `tvcache replay --waits`"
-    )
-    parser.add_argument("--without-cache", action="store_true", help="with --waits: the waits without a cache")
+    add("--waits", type=Path, metavar="FILE", help="tool waits of rollouts, from `tvcache replay --waits`")
+    add("--without-cache", action="store_true", help="with --waits: the waits without a cache")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -147,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
             row = simulated(scene, policy, one, load * scene.capacity_tokens_per_s(one), args)
             found.append(row | {"load": load, "prompt_tokens": round(float(one.tokens.mean()))})
     if args.json:
-        sys.stdout.write(as_json({**scene.figures(), "trace": trace.name, "rows": found}))
+        print_json({**scene.figures(), "trace": trace.name, "rows": found})
     else:
         show(table(found, scene, trace.name), notes(scene))
     if args.html is not None:
@@ -169,7 +150,7 @@ def _print_capacity(scene: Scene, trace: RequestTrace, args: argparse.Namespace,
 
     found = find_capacity(judge)
     if args.json:
-        sys.stdout.write(as_json({**scene.figures(), "trace": trace.name, **asdict(found)}))
+        print_json({**scene.figures(), "trace": trace.name, **asdict(found)})
         return 0
     for name, one in (("within the limits", found.best), ("too much", found.worse)):
         if one is not None:

@@ -5,33 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich import box
 from rich.table import Table
-from rich.text import Text
 
-from atlas.view.table import percent, seconds
+from atlas.view.table import percent, plain_table, right, seconds, whole_words
 from bubbletea.sim.scene import TOOL_WAITS, Scene
 
 
 def table(rows: Sequence[Mapping[str, Any]], scene: Scene, trace: str) -> Table:
     """One line for each policy and load. Fits 80 columns."""
     title = f"{scene.name} ({scene.schedule}), {scene.pattern.num_workers} accelerators; {trace}"
-    made = Table(title=Text(title), title_justify="left", padding=0, show_edge=False, box=box.SIMPLE_HEAD)
-    made.add_column("policy", style="bold", no_wrap=True)
     key, name, _ = varied(rows)
-    heads = (
-        name,
-        "busy\n%",
-        "filled\n%",
-        "tokens\n/s",
-        "TTFT\np50",
-        "\np95",
-        "\np99",
-        "refu-\nsed %",
-        "slow-\ndown %",
-    )
-    for head in heads:
-        made.add_column(head, justify="right", no_wrap=True)
+    heads = (name, "busy\n%", "filled\n%", "tokens\n/s", "TTFT\np50", "\np95", "\np99", "refu-\nsed %", "slow-\ndown %")
+    made = plain_table(*whole_words("policy", style="bold"), *right(*heads), title=title, gap=0)
     for row in rows:
         slow = row.get("slowdown")
         made.add_row(

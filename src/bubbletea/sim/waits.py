@@ -4,12 +4,11 @@ The job's accelerators, memory and prices are used; its training does not run. K
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
 
-from atlas.errors import SpecError
+from atlas.spec.document import read_json, wrong
 from bubbletea.sim.scene import TOOL_WAITS, Scene
 from bubbletea.windows.bubbles import Pattern
 from bubbletea.windows.free_network import free_network
@@ -24,21 +23,16 @@ Windows = list[tuple[float, float]]
 
 def load_waits(path: Path, *, cached: bool = True) -> Windows:
     """The idle windows with the cache, or those without it."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise _wrong(path, "file", error.strerror or str(error), "Check the path") from None
-    except ValueError as error:
-        raise _wrong(path, "content", f"not JSON ({error})", MAKE) from None
+    found = read_json(path, key="file of `tvcache replay`")
     if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise _wrong(path, "format", f"must be {FORMAT!r}", MAKE)
+        raise wrong(path, "format", f"must be {FORMAT!r}", MAKE)
     key = "with_cache" if cached else "without_cache"
     try:
         made = [(float(busy), float(idle)) for busy, idle in found[key]["busy_idle_s"]]
     except (KeyError, TypeError, ValueError):
         made = []
     if not made or not all(0 <= busy < 1e9 and 0 <= idle < 1e9 for busy, idle in made) or not any(map(sum, made)):
-        raise _wrong(path, f"{key}.busy_idle_s", "must be a list of [busy, idle] seconds, none negative", MAKE)
+        raise wrong(path, f"{key}.busy_idle_s", "must be a list of [busy, idle] seconds, none negative", MAKE)
     return made
 
 
@@ -63,7 +57,3 @@ def _spans(windows: Windows, first: int, period_s: float) -> list[tuple[int, int
             found.append((round(begin * 1e9), round(min(at_s, period_s) * 1e9)))
         number += 1
     return found
-
-
-def _wrong(path: Path, key: str, rule: str, remedy: str) -> SpecError:
-    return SpecError(where=str(path), key=key, rule=rule, remedy=remedy)

@@ -14,7 +14,7 @@ import torch
 from prefill_samples import LLAMA, Collector, greedy_after, greedy_alone, make_stages, offer_everywhere, run_all, whole
 from serving import TINY
 
-from atlas.errors import AtlasError
+from atlas.errors import AtlasError, SpecError
 from atlas.runtime.models.export import export_stage, finish_export
 from bubbletea.admit.aims import LATEST_NS, Aims
 from bubbletea.admit.records import AdmissionRefusal, Placement, PrefillRequest
@@ -151,11 +151,20 @@ def test_keys_are_read_from_their_digests(tmp_path: Path) -> None:
     assert Keys.open_to_all().tenant(None) == EVERYBODY
 
 
-@pytest.mark.parametrize("text", ["", "tenants: {}", "tenants: {a: {sha256: abc}}", "other: 1", "{"])
-def test_an_invalid_keys_file_is_refused(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "must be a mapping of keys"),
+        ("tenants: {}", "docs/bubbletea-serve.md"),
+        ("tenants: {a: {sha256: abc}}", "tenants.a.sha256 = 'abc'"),
+        ("other: 1", "Known: tenants"),
+        ("{", "not valid YAML"),
+    ],
+)
+def test_an_invalid_keys_file_is_refused(tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "keys.yaml"
     path.write_text(text)
-    with pytest.raises(AtlasError, match="not a file of keys"):
+    with pytest.raises(SpecError, match=said):
         Keys.read(path)
 
 

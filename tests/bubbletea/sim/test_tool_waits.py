@@ -60,7 +60,7 @@ def test_a_missing_file_and_jitter_are_refused_in_one_message(
     for flags in (["--waits", str(tmp_path / "none")], ["--waits", str(written(tmp_path / "w")), "--jitter", "0.1"]):
         assert main(["simulate", job, "--requests", "synthetic", *flags]) == 2
     told = capsys.readouterr().err
-    assert "No such file" in told
+    assert "there is no such file" in told
     assert "--jitter and --waits exclude each other" in told
 
 

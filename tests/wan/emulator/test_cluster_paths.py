@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -51,7 +52,7 @@ def test_scaled_paths_take_as_many_round_trips() -> None:
 
 def test_a_path_survives_json() -> None:
     path = PathSpec(0.02, None, 5e9, Trunk("t", 1e9), 0.001, 0.01, 100)
-    assert PathSpec.from_json(path.as_json()) == path
+    assert PathSpec.from_json(asdict(path)) == path
 
 
 def test_too_many_nodes_are_refused() -> None:

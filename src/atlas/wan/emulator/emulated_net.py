@@ -76,7 +76,7 @@ class EmulatedNet(Closing):
         passed = [self._worker_socket.fileno(), *fds]
         self._process = start_module(module, *map(str, passed), pass_fds=passed, stdin=subprocess.DEVNULL)
         self._worker_socket.close()
-        listed = [(a, b, path.as_json()) for (a, b), path in paths.items()]
+        listed = [(a, b, dataclasses.asdict(path)) for (a, b), path in paths.items()]
         self._priority = str(self._ask("paths", nodes=self.nodes, paths=listed, **options)["priority"])
 
     def _ask(self, do: str, **arguments: Any) -> dict[str, Any]:
@@ -96,7 +96,7 @@ class EmulatedNet(Closing):
     def change(self, a: str, b: str, **figures: Any) -> PathSpec:
         """Changes a path from now on: `change("east-0", "west-0", pair_bps=25e6)`. Its trunk stays."""
         path = dataclasses.replace(path_between(self.paths, a, b), **figures)
-        self._ask("change", a=a, b=b, path=path.as_json())
+        self._ask("change", a=a, b=b, path=dataclasses.asdict(path))
         self.paths[(a, b) if (a, b) in self.paths else (b, a)] = path
         return path
 

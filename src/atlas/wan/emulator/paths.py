@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from atlas.errors import AtlasError
@@ -101,9 +101,6 @@ class PathSpec:
         rate = self.rate_bps
         need = UNCAPPED_WINDOW_BYTES if rate is None else rate / 4 * (2 * self.latency_s + self.jitter_s + buffered_s)
         return max(MIN_WINDOW_BYTES, round(need))
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> PathSpec:
