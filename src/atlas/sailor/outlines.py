@@ -9,13 +9,13 @@ transfers or by gradient rings, so of links from best to worst it needs one at w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import numpy as np
 
-from atlas.sailor.levels import ClusterLinks, links_by_size
+from atlas.sailor.levels import ClusterLinks
 from atlas.sailor.split import Measure, Stages, balanced, totals
 from atlas.sailor.tables import Bools, Floats, Ints, SailorTables
 
@@ -23,10 +23,9 @@ Score = Callable[[Floats, Floats, Floats], Floats]
 """Of seconds, USD a second of the GPUs, and USD of egress; lower is better, infinite is not allowed."""
 FEW = 3
 """Up to this many clusters every order of every subset is tried; beyond it, chains of nearest neighbours."""
-RINGS, CHAIN, STRADDLE, TEAMS, OVERLAP = range(5)
-"""Ways to connect clusters: no column leaves its cluster; all go one way, each stage whole in a cluster; all go one
-way, and stages straddle clusters; columns go several ways, which share no cluster; or which may share some.
-"""
+RINGS, ONE_WAY, TEAMS, OVERLAP = range(4)
+"""Ways to connect clusters: no column leaves its cluster; all go one way; columns go several ways, which share no
+cluster; or which may share some."""
 
 
 @dataclass(frozen=True)
@@ -95,10 +94,7 @@ class Sketch:
                 shapes, held = bounds.with_whole_layers(shapes.take(known))
                 columns, index = columns[held[index]], index[held[index]]
             chosen = shapes.take(index)
-            if step == 0:
-                seconds = bounds.inside_s(chosen, columns)[:, None]
-            else:
-                seconds = bounds.seconds(chosen, columns, bounds.links if step == 2 else bounds.links[:1])
+            seconds = bounds.seconds(chosen, columns) if step else bounds.inside_s(chosen, columns)[:, None]
             usd_per_s = (columns * chosen.gpus).astype(np.float64) * min(tables.usd_per_gpu_s)
             least = score(seconds.min(axis=1), usd_per_s, np.zeros(len(columns)))
             order = np.flatnonzero(least < limit)
@@ -142,7 +138,7 @@ class Bounds:
 
     def __init__(self, tables: SailorTables) -> None:
         self.tables = tables
-        self.links = links_by_size(tables)
+        self.links = ClusterLinks(tables)
         runs = tables.runs
         self.ratio = np.array([min(tables.ratio[k] for k in run) for run in runs])
         self.tp = tables.run_tp.min(axis=1)
@@ -202,55 +198,36 @@ class Bounds:
     def _comm_s(self, run: Ints, num_stages: Ints) -> Floats:
         """What each stage waits over the best links."""
         forward, backward = np.zeros(run.shape), np.zeros(run.shape)
-        forward[:, :-1] = self.links[0].forward_s[run[:, :-1], run[:, 1:]]
-        backward[:, 1:] = self.links[0].backward_s[run[:, :-1], run[:, 1:]]
+        forward[:, :-1] = self.links.forward_s[run[:, :-1], run[:, 1:]]
+        backward[:, 1:] = self.links.backward_s[run[:, :-1], run[:, 1:]]
         return combined_comm_s(forward, backward, num_stages)
 
-    def seconds(self, shapes: OutlineShapes, columns: Ints, orders: Sequence[ClusterLinks]) -> Floats:
+    def seconds(self, shapes: OutlineShapes, columns: Ints) -> Floats:
         """(outline, way to connect): no placement and no split is faster."""
-        rings = self._rings_s(shapes.share_bytes, columns)
-        inside = self.inside_s(shapes, columns)
-        total = np.stack([inside + rings.least_s, *np.full((4, len(columns)), np.inf)], axis=1)
-        if len(self.tables.rooms) > 1:
-            total[:, 1:] = 0.0
-            crossings = self._crossings(shapes, columns)
-            for links in orders:
-                np.maximum(total, self._connected_s(links, shapes, columns, inside, rings, *crossings), out=total)
-        return total
-
-    def _connected_s(
-        self,
-        links: ClusterLinks,
-        shapes: OutlineShapes,
-        columns: Ints,
-        inside: Floats,
-        rings: _Rings,
-        crossings: Ints,
-        whole_stages: Ints,
-    ) -> Floats:
-        """What the links cost that there must be."""
+        rings, inside = self._rings_s(shapes.share_bytes, columns), self.inside_s(shapes, columns)
+        if len(self.tables.rooms) == 1:
+            return np.stack([inside + rings.least_s, *np.full((3, len(columns)), np.inf)], axis=1)
+        links = self.links
         level = np.maximum(np.searchsorted(links.room, columns * shapes.gpus) - 1, 0)
         nearest, by_level = np.zeros_like(level), links.by_level(rings.table)
-        least, most = (links.extra_s[k, shapes.first, shapes.second] for k in (nearest, level))
-        least_wait, most_wait = (links.wait_s[k, shapes.first, shapes.second] for k in (nearest, level))
+        near_way, far_way = (
+            self.inside_s(
+                shapes, columns, *(table[k, shapes.first, shapes.second] for table in (links.extra_s, links.wait_s))
+            )
+            for k in (nearest, level)
+        )
+        near_ring, far_ring = by_level[nearest, rings.inverse], by_level[level, rings.inverse]
         whole = (links.whole_columns[:, shapes.gpus] < columns).sum(axis=0)
-        ring = by_level[np.clip(whole - 1, 0, links.num - 1), rings.inverse]
-        ring = np.where(whole > 0, np.where(whole <= links.num, ring, np.inf), 0.0)
+        ring = by_level[np.clip(whole - 1, 0, len(links.pairs) - 1), rings.inverse]
+        ring = np.where(whole > 0, np.where(whole <= len(links.pairs), ring, np.inf), rings.least_s)
         # Facing stages connect their clusters by transfers. So one way alone has a far link for them; and of several
         # ways either one has, or each stays among near clusters and somewhere all rings between two go over a far link.
-        num_stages, near_ring = shapes.num_first + shapes.num_second, by_level[nearest, rings.inverse]
-        all_straddle = columns * np.minimum(self.tp[shapes.first], self.tp[shapes.second]) > self.tables.rooms.max()
-        one_ring = np.where(all_straddle, near_ring, rings.least_s)
-        one_way = self._one_way_s(links, shapes, columns, level, crossings)
-        chain = self._one_way_s(links, shapes, columns, level, np.maximum(crossings, whole_stages)) + rings.least_s
-        chain[whole_stages >= len(self.tables.rooms)] = np.inf
-        far_rings = self.inside_s(shapes, columns, least, least_wait) + by_level[level, rings.inverse]
-        far_way = self.inside_s(shapes, columns, most, most_wait)
+        one_way, far_rings = far_way + rings.least_s, near_way + far_ring
         teams = np.minimum(far_way + near_ring, far_rings)
-        alone = np.minimum(far_way + rings.least_s, far_rings)
-        overlap = np.where(self._shares_one(shapes, columns), alone, teams)
-        pipes = np.stack([chain, one_way + one_ring, teams, overlap], axis=1)
-        return np.concatenate([(inside + ring)[:, None], np.where(num_stages[:, None] > 1, pipes, np.inf)], axis=1)
+        overlap = np.where(self._shares_one(shapes, columns), np.minimum(one_way, far_rings), teams)
+        pipes = np.stack([one_way, teams, overlap], axis=1)
+        has_borders = shapes.num_first + shapes.num_second > 1
+        return np.concatenate([(inside + ring)[:, None], np.where(has_borders[:, None], pipes, np.inf)], axis=1)
 
     def _shares_one(self, shapes: OutlineShapes, columns: Ints) -> Bools:
         """Whether ways that share clusters may have whole columns in one cluster only."""
@@ -258,45 +235,6 @@ class Bounds:
         small = np.where(rooms < shapes.gpus[:, None], rooms, 0).sum(axis=1)
         few: Bools = columns * shapes.gpus <= rooms.max() + small
         return few | (len(rooms) <= FEW)
-
-    def _one_way_s(
-        self, links: ClusterLinks, shapes: OutlineShapes, columns: Ints, level: Ints, crossings: Ints
-    ) -> Floats:
-        """Everything but the rings where all columns go the same way, and so many borders cross: between two stages of
-        the first run, between the runs, or between two of the second.
-        """
-        num_stages, one, two = shapes.num_first + shapes.num_second, shapes.first, shapes.second
-        borders = np.stack([shapes.num_first - 1, np.minimum(1, shapes.num_second), shapes.num_second - 1], axis=1)
-        borders = np.maximum(borders, 0)
-
-        def by_border(table: Floats, at: Ints | int) -> Floats:
-            return np.stack([table[at, one, one], table[at, one, two], table[at, two, two]], axis=1)
-
-        extra, wait = by_border(links.border_extra_s, 0), by_border(links.border_wait_s, 0)
-        last, total = _cheapest(wait, borders, crossings)[0], _cheapest(extra, borders, crossings)[1]
-        far = np.where(borders > 0, by_border(links.border_extra_s, level) - extra, np.inf).min(axis=1)
-        far_wait = np.where(borders > 0, by_border(links.border_wait_s, level), np.inf).min(axis=1)
-        wait_s = np.maximum(last, far_wait)
-        wait_s = np.where(2 * crossings > num_stages, np.maximum(links.both_s[one, two], wait_s), wait_s)
-        possible = (crossings < num_stages) & (num_stages > 1)
-        total, far, wait_s = (np.where(possible, x, 0.0) for x in (total, far, wait_s))
-        return np.where(possible, self.inside_s(shapes, columns, total + far, wait_s), np.inf)
-
-    def _crossings(self, shapes: OutlineShapes, columns: Ints) -> tuple[Ints, Ints]:
-        """At how many borders all columns that go one way cross at least; and where every stage is whole in a cluster,
-        as many as there are clusters where that is impossible.
-        """
-        rooms = self.tables.rooms
-        needed = np.searchsorted(np.cumsum(np.sort(rooms)[::-1]), columns * shapes.gpus)
-        first, second = self.tp[shapes.first], self.tp[shapes.second]
-        either = np.where(shapes.num_second > 0, np.minimum(first, second), first)
-        num_stages = shapes.num_first + shapes.num_second
-        for tp, stages in ((first, shapes.num_first), (second, shapes.num_second), (either, num_stages)):
-            whole = rooms // (columns * tp)[:, None]
-            held = np.sort(whole, axis=1)[:, ::-1].cumsum(axis=1)
-            needed = np.maximum(needed, (held < stages[:, None]).sum(axis=1))
-        quiet = np.maximum(whole - 1, 0).sum(axis=1)  # borders between two stages that one cluster holds whole
-        return np.maximum(1, num_stages - 1 - quiet), np.maximum(1, needed)
 
     def inside_s(
         self, shapes: OutlineShapes, columns: Ints, extra_s: Floats | float = 0.0, wait_s: Floats | float = 0.0
@@ -332,15 +270,6 @@ class _Rings:
         """Over the best pair."""
         least: Floats = self.table.min(axis=(0, 1))
         return least[self.inverse]
-
-
-def _cheapest(values: Floats, supply: Ints, num: Ints) -> tuple[Floats, Floats]:
-    """The largest and the sum of the `num` smallest values, each of which occurs `supply` times."""
-    order = np.argsort(values, axis=1)
-    values, supply = np.take_along_axis(values, order, axis=1), np.take_along_axis(supply, order, axis=1)
-    before = np.cumsum(supply, axis=1) - supply
-    taken = np.clip(num[:, None] - before, 0, supply)
-    return np.where(taken > 0, values, 0.0).max(axis=1), (taken * values).sum(axis=1)
 
 
 def combined_comm_s(forward_s: Floats, backward_s: Floats, num_stages: Ints) -> Floats:

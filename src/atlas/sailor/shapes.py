@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from atlas.sailor.outlines import CHAIN, FEW, OVERLAP, RINGS, STRADDLE, TEAMS, Outlines
+from atlas.sailor.outlines import FEW, ONE_WAY, OVERLAP, RINGS, TEAMS, Outlines
 from atlas.sailor.tables import Bools, Ints, SailorTables
 
 Row = tuple[tuple[int, int], ...]
@@ -148,7 +148,7 @@ def fillings(teams: Teams) -> list[tuple[int | None, int]]:
     if len(teams) > 1:
         way = TEAMS if len({c for team in teams for c in team}) == sum(map(len, teams)) else OVERLAP
         return [(None, way), (0, way)]
-    return [(None, STRADDLE), *((early, CHAIN) for early in range(NUM_EARLY if len(teams[0]) <= FEW else 1))]
+    return [(early, ONE_WAY) for early in (None, *range(NUM_EARLY if len(teams[0]) <= FEW else 1))]
 
 
 def _early_stages(early: int, num_stages: Ints) -> Ints:
