@@ -1,8 +1,8 @@
-"""Write the files that start a plan under a scheduler: one ordinary job for each datacenter, joined by the rendezvous
-(docs/operating.md). Starts nothing.
+"""Write the files that start a plan under a scheduler: one job for each datacenter. The jobs connect to the address in
+--rendezvous or --coordinator (docs/operating.md). Starts nothing.
 
 The folder gets the jobs, the plan, the recipe, a Dockerfile (not built here) and a README with the commands.
-Certificates are not copied.
+Certificates are not copied. Files that an earlier `atlas launch` wrote are overwritten, no others.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--image", default="atlas:latest", metavar="NAME", help="image of the container (default atlas:latest)")
     add("--ports", metavar="LO-HI", help=f"ports of workers and checkpoint servers (default: the recipe's, or {PORTS})")
     add("--device", default="cuda", metavar="NAME", help="cuda or cpu (default cuda)")
-    add("--no-certs", action="store_true", help="no certificates; for loopback only")
+    add("--no-certs", action="store_true", help="train without certificates; works on loopback only")
 
 
 def run(args: argparse.Namespace) -> int:
