@@ -13,7 +13,8 @@ def aim_flags(parser: argparse.ArgumentParser) -> None:
         "--goal",
         type=positive,
         metavar="S",
-        help="a request that no lane delivers within S seconds takes the slowest lane that meets its deadline",
+        help="target time to first token, in seconds: a request that cannot reach it runs on the slowest copy of the "
+        "model that meets its deadline, and leaves the faster ones to others",
     )
     parser.add_argument(
         "--late",

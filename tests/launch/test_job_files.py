@@ -113,7 +113,7 @@ def test_too_few_hosts_are_refused_with_the_number(folder: Path) -> None:
         scheduled_place(job, "west", {"SLURM_NODEID": "3", "SLURM_NNODES": "2"})
 
 
-def test_names_are_such_as_schedulers_allow(folder: Path) -> None:
+def test_names_are_valid_for_schedulers(folder: Path) -> None:
     text = (folder / "job.yaml").read_text().replace("name: small", "name: Llama 3.1, 8B (first try)")
     (folder / "job.yaml").write_text(text.replace("name: west", "name: West_2"))
     for target in ("slurm", "jobset", "trainjob"):

@@ -12,12 +12,11 @@ from pathlib import Path
 
 from atlas.commands.network_flags import rendezvous_of
 from atlas.console import make_folder, require_folder
-from atlas.errors import AtlasError
 from atlas.launch.job_files import PORTS, TARGETS, LaunchChoice, write_files
 from atlas.launch.preflight import require_executable
 from atlas.launch.site_network import PortRange
 from atlas.spec.document import read_text
-from atlas.spec.plan import job_text, load_job_or_plan
+from atlas.spec.plan import job_text, load_job_or_plan, require_runnable
 from atlas.spec.recipe import OBJECT_STORE, WORDS, Recipe, load_recipe
 
 
@@ -44,8 +43,8 @@ def run(args: argparse.Namespace) -> int:
     recipe = load_recipe(args.recipe)
     job, plan = load_job_or_plan(args.plan, recipe.job_overrides)
     require_executable(job)
-    if plan is not None and plan.runnable != "yes":
-        raise AtlasError(f"{job.where}: the plan is not runnable: {plan.runnable}")
+    if plan is not None:
+        require_runnable(plan)
     rendezvous_of(args)
     if args.ports is not None:
         PortRange.of(args.ports)

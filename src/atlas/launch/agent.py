@@ -132,8 +132,13 @@ class Agent:
                 if "gone" in message:
                     kind = StartAgainError if message.get("code", START_AGAIN) == START_AGAIN else AtlasError
                     raise kind(
-                        f"{message['gone']}. This datacenter's workers were stopped. Start again when it is back"
-                        + ("" if self.settings.apart else ", or without it (--without, with another --rendezvous)")
+                        f"{message['gone']}. This datacenter's workers were stopped. Start the same command again when "
+                        "it answers"
+                        + (
+                            ""
+                            if self.settings.apart
+                            else ", or leave its datacenter out (--without NAME, --rendezvous)"
+                        )
                     )
                 if "finish" in message:
                     return self._finish(message["finish"])

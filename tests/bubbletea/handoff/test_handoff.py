@@ -135,7 +135,7 @@ def test_parts_stay_within_their_budget() -> None:
     assert kept.used_bytes == 41
 
 
-def test_an_older_connector_is_told_to_be_updated() -> None:
+def test_an_older_connector_gets_an_error_that_names_the_update() -> None:
     """It knows the service's address only, and the first seal."""
     params = transfer_params(ticket_at(("127.0.0.1", 1)), "secret", [1, 2, 3])
     text = json.dumps([params[name] for name in FIRST], separators=(",", ":"))
