@@ -88,11 +88,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="choose by this percentile of the iteration time, such as 0.95, where WAN rates and delays vary as "
         "the links' `model:` files describe (docs/weather.md)",
     )
-    add(
-        "--fabrics",
-        metavar="KINDS",
-        help="try these kinds of network in each datacenter, such as rail,photonic, and use the best (docs/fabric.md)",
-    )
+    add("--fabrics", metavar="KINDS", help="try these fabrics, such as rail,photonic, in each datacenter; use the best")
     add(
         "--no-break-even",
         action="store_true",

@@ -40,33 +40,32 @@ PATIENCE_S, RELAXED_S = 10.0, 20.0
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("job", type=Path, metavar="JOB.yaml", help="a job or a plan file")
-    parser.add_argument("--requests", required=True, metavar="TRACE", help="a trace file, or `synthetic`")
-    parser.add_argument("--schedule", metavar="NAME", help="training's schedule (default: the plan's, else atlas)")
-    parser.add_argument(
+    add = parser.add_argument
+    add("job", type=Path, metavar="JOB.yaml", help="a job or a plan file")
+    add("--requests", required=True, metavar="TRACE", help="a trace file, or `synthetic`")
+    add("--schedule", metavar="NAME", help="training's schedule (default: the plan's, else atlas)")
+    add(
         "--policy",
         choices=POLICIES,
         action="append",
         help="admission: ours; paper: the BubbleTea paper's; dedicated: ours, on accelerators that only prefill; may "
         "be repeated (default: all)",
     )
-    parser.add_argument(
+    add(
         "--load",
         type=positive,
         action="append",
         metavar="X",
         help="share of the bubbles that the requests would fill; may be repeated (default 0.6)",
     )
-    parser.add_argument(
-        "--prompt", type=whole(1, 1_000_000), action="append", metavar="N", help="scale prompts to N tokens on average"
-    )
-    parser.add_argument(
+    add("--prompt", type=whole(1, 1_000_000), action="append", metavar="N", help="scale prompts to N tokens on average")
+    add(
         "--capacity",
         action="store_true",
         help="find the largest load at which p50, p95 and refusals are within their limits (docs/bubbletea.md)",
     )
-    parser.add_argument("--offline", action="store_true", help="requests have no deadline: fill all bubbles")
-    parser.add_argument(
+    add("--offline", action="store_true", help="requests have no deadline: fill all bubbles")
+    add(
         "--patience",
         type=positive,
         default=PATIENCE_S,
@@ -74,23 +73,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="deadline of a request, in seconds (default 10)",
     )
     aim_flags(parser)
-    parser.add_argument(
+    add(
         "--split",
         type=whole(1, 64),
         action="append",
         metavar="N",
         help="workers that share one copy of the model; may be repeated",
     )
-    parser.add_argument(
-        "--chunk", type=whole(16, 65_536), action="append", metavar="N", help="tokens of a chunk; may be repeated"
-    )
-    parser.add_argument(
-        "--cells", type=whole(1, 100_000), default=1, metavar="N", help="DP-cells to replay (default 1)"
-    )
-    parser.add_argument(
-        "--periods", type=positive, default=4.0, metavar="N", help="training iterations to measure (default 4)"
-    )
-    parser.add_argument(
+    add("--chunk", type=whole(16, 65_536), action="append", metavar="N", help="tokens of a chunk; may be repeated")
+    add("--cells", type=whole(1, 100_000), default=1, metavar="N", help="DP-cells to replay (default 1)")
+    add("--periods", type=positive, default=4.0, metavar="N", help="training iterations to measure (default 4)")
+    add(
         "--tenants",
         type=whole(1, 1000),
         default=1,
@@ -99,10 +92,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     window_flags(parser)
     job_flags(parser)
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
-    parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="write a chart of TTFT over load or prompt length (.html or .svg)"
-    )
+    add("--json", action="store_true", help="print the figures as JSON")
+    add("--html", type=Path, metavar="FILE", help="write a chart of TTFT over load or prompt length (.html or .svg)")
 
 
 def window_flags(parser: argparse.ArgumentParser) -> None:
