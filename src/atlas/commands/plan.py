@@ -5,7 +5,8 @@ them event by event, and searches the schedule of the best plan. Ctrl-C ends the
 
     east 2 + west 2                  each pipeline has two stages in east and two in west
     east 2 | west 2                  some pipelines have two stages in east, the others two in west
-    tp 1 x pp 4 x dp 2 (1x2), b 1    GPUs of a layer, stages, pipelines (cells x pipelines of a cell), microbatch size
+    tp 1 x pp 4 x dp 2 (1x2), b 1    GPUs of a layer, stages, pipelines, microbatch size; (1x2): one cell of two
+                                     pipelines, which take turns on the WAN
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write a chart of time and cost with the Pareto front (.svg or .html)",
     )
-    group = parser.add_argument_group("from Sailor's files instead of a job")
+    group = parser.add_argument_group("plan from files of Sailor (SOSP'25) instead of a job; docs/sailor.md")
     for flag, settings in FLAGS.items():
         group.add_argument(flag, **settings)
 

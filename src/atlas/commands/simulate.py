@@ -221,7 +221,7 @@ def spread_chart(simulation: Simulation) -> str:
 def _too_big(found: Sequence[Row]) -> list[str]:
     too_big = {row["schedule"]: row for row in found if not row["fits"]}
     return [
-        f"! {name} does not fit in memory: it needs {row['peak_gib']:.1f} GiB of a GPU's {row['memory_gib']:.1f} GiB."
+        f"! {name} does not fit in memory: it needs {row['peak_gib']:.1f} GiB, a GPU has {row['memory_gib']:.1f} GiB."
         for name, row in too_big.items()
     ]
 

@@ -4,7 +4,7 @@ real. Devices are paced: every op takes as long as the plan predicts (`--device 
 
 `--dc` trains the model that the job describes, `--emulate` a small stand-in model, unless `--model` names a Hugging
 Face folder, or `job`. `--data` names shards (`atlas data tokenize`), or `shipped`. With `--checkpoints` the run is
-saved, also when Ctrl-C stops it. The same command resumes it, and so does one with another plan of the same batch. When
+saved, also when Ctrl-C stops it. The same command resumes it, also with another plan of the same batch. When
 a worker dies, all workers are restarted from the last complete checkpoint.
 
 Prints the predicted and the measured iteration time; `--page` draws both timelines on one page. A plan that the runtime
@@ -79,7 +79,12 @@ def how_flags(parser: argparse.ArgumentParser) -> None:
     add("--schedule", metavar="NAME", help="schedule of a job; a plan has its own (default 1f1b)")
     add("--tcp", choices=("one", "many"), help="TCP connections per node pair (default many)")
     add("--recipe", type=Path, metavar="FILE", help="how to train (docs/recipes.md); the flags below replace its keys")
-    add("--steps", type=whole(1, 10**9), metavar="N", help="steps of the whole run, also if it is resumed (default 3)")
+    add(
+        "--steps",
+        type=whole(1, 10**9),
+        metavar="N",
+        help="total steps of the run, those before a resume included (default 3)",
+    )
     add(
         "--model",
         metavar="DIR",

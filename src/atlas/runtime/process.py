@@ -124,7 +124,9 @@ class StopControl:
                 self._next_step = step + self._worker.program.num_iterations
                 return
             if not self._changed.wait_for(lambda: self._is_decided, DECISION_S):
-                raise AtlasError(f"stopped before step {step}, but no last step was sent within {DECISION_S:g} s")
+                raise AtlasError(
+                    f"stopped before step {step}, but the launcher sent no last step within {DECISION_S:g} s"
+                )
 
     def stop(self) -> None:
         with self._changed:
@@ -239,7 +241,7 @@ def _handle_all(messages: TextIO, worker: Worker, stop_control: StopControl, out
 
 @contextlib.contextmanager
 def _says_alive(out: MessageWriter, what: str) -> Iterator[None]:
-    """Tells the launcher every few seconds what this worker does: it takes long silence for a failure."""
+    """Sends the launcher a message every few seconds: without one for long, it takes the worker for failed."""
     done = threading.Event()
 
     def tell() -> None:

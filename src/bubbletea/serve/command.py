@@ -67,7 +67,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="largest slowdown of training by prefill, as a share (default 0.005)",
     )
     parser.add_argument(
-        "--deadline", type=float, default=30.0, metavar="S", help="seconds, for requests without one (default 30)"
+        "--deadline",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="deadline of requests that give none, in seconds (default 30)",
     )
     aim_flags(parser)
     port_flags(parser)
@@ -122,7 +126,7 @@ def run_flags(parser: argparse.ArgumentParser) -> None:
         "--folder",
         type=Path,
         metavar="DIR",
-        help="folder where workers find this service: their --filler-folder (default: this user's on this host)",
+        help="folder where workers find this service: their --filler-folder (default: one of this user on this host)",
     )
     parser.add_argument(
         "--workers-host", default="127.0.0.1", metavar="ADDRESS", help="address for workers (default 127.0.0.1)"
