@@ -171,7 +171,7 @@ def simulate(
 # ---- plan --------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, eq=False)
 class PlanSearch:
-    """What `plan` returns. In Jupyter it shows the placement on a map, and the plans that lost."""
+    """What `plan` returns. In Jupyter it shows the placement on a map, and the plans that were not chosen."""
 
     found: Planned
     """The winner and its rivals, as the planner has them."""
@@ -263,7 +263,7 @@ def plan(
     `tokens` with a `deadline` ("300B", "30d") is given, else "throughput". `budget` limits dollars ("500/h", "2.5/it").
     `keep` names the keys that stay as the job has them; `tries` are those of the winner's schedule search (0: none).
     `confidence` (0.95) chooses by that percentile of the iteration under weather drawn from the links' models;
-    `fabrics` ("rail,photonic") are tried in each site; `break_even` also says when the verdict changes.
+    `fabrics` ("rail,photonic") are tried in each datacenter; `break_even` also says when the verdict changes.
     """
     job, _ = opened(job, to_plan=True)
     batch = global_batch or batch_of(job)

@@ -14,6 +14,7 @@ def aim_flags(parser: argparse.ArgumentParser) -> None:
         "--goal",
         type=positive,
         metavar="S",
-        help="a request that no lane delivers within S seconds takes the slowest lane that meets its deadline",
+        help="target time to first token, in seconds: a request that cannot reach it runs on the slowest copy of the "
+        "model that meets its deadline, and leaves the faster ones to others",
     )
     add("--late", type=share, default=0.0, metavar="X", help="share of admitted requests that may miss their deadline")

@@ -87,7 +87,7 @@ class Cache:
         self._tell(
             f"differs {tool.name}",
             f"task {ask.task.name!r}: tool {tool.name!r}, declared `{tool.effect}`: {why}. Its values and all that "
-            f"followed were dropped; it counts as `{should_be}` now. Declare it as that",
+            f"followed were dropped; it counts as `{should_be}` now. Declare it `{should_be}`",
         )
 
     def uncacheable(self, name: str, error: Exception) -> None:

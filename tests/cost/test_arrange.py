@@ -88,12 +88,12 @@ def test_pipelines_per_cell_is_wan_time_over_forward_time_within_the_room() -> N
         (["cluster.links=[]"], "no link joins them"),
     ],
 )
-def test_what_does_not_fit_the_cluster_is_said(sets: list[str], words: str) -> None:
+def test_a_job_that_does_not_fit_the_cluster_is_an_error(sets: list[str], words: str) -> None:
     with pytest.raises(InfeasibleError, match=words):
         arrange(load_job(TINY, sets))
 
 
-def test_a_path_without_latency_is_said() -> None:
+def test_a_path_without_latency_is_an_error() -> None:
     with pytest.raises(SpecError, match="latency_ms"):
         arrange(load_job(TINY, ["cluster.wan.latency_ms="]))
 

@@ -121,7 +121,7 @@ def test_one_type_without_constants_makes_the_whole_job_uncalibrated_and_the_rep
 
 
 @pytest.mark.parametrize("name", GPUS)
-def test_every_built_in_type_is_calibrated_or_said_not_to_be(name: str) -> None:
+def test_every_built_in_type_is_calibrated_or_reported_as_uncalibrated(name: str) -> None:
     found = pricing(job(name))
     assert found == "calibrated constants" if GPUS[name].calibration else found.startswith("uncalibrated")
 

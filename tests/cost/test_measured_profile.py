@@ -121,7 +121,7 @@ def test_of_several_entries_the_one_of_this_model_is_taken(tmp_path: Path) -> No
     assert ms[1, Kind.F] == pytest.approx(20)
 
 
-def test_a_profile_that_records_no_shape_is_taken_and_said_to_be_unchecked(tmp_path: Path) -> None:
+def test_a_profile_without_a_shape_is_used_and_reported_as_unchecked(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     for entry, words in ((ENTRY, "does not record its seq_len, hidden"), ({**ENTRY, **SHAPE}, "a measured profile")):
         path.write_text(json.dumps({"entries": [entry]}))

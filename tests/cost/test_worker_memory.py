@@ -84,7 +84,7 @@ def test_the_rule_allows_one_microbatch_where_exactly_one_fits() -> None:
 @pytest.mark.parametrize(
     ("sets", "words"),
     [
-        (["memory_gib=2"], r"worker 0 of each pipeline \(east\) needs 3.1 GiB per GPU of 2.0 .*Raise pp or tp"),
+        (["memory_gib=2"], r"worker 0 of each pipeline \(east\) needs 3.1 GiB per GPU, which has 2.0 .*Raise pp or tp"),
         (["memory_gib=3.2", "recompute=false", "microbatch=8"], "Set recompute: true"),
         (["memory_gib=12", "reserved_gib=10"], "Lower reserved_gib"),
         (["memory_gib=5", "microbatch=8"], "Lower microbatch"),

@@ -78,7 +78,7 @@ def test_mfu_is_busy_time_less_recompute_at_the_stated_efficiency(tiny: Job) -> 
     assert row["tokens_per_s"] == pytest.approx(2 * 8 * 2048 / row["iteration_s"])
 
 
-def test_what_cannot_be_interleaved_is_left_out_only_when_nobody_asked(tiny: Job) -> None:
+def test_interleaved_is_left_out_only_if_it_was_not_named(tiny: Job) -> None:
     job = override(tiny, ["model.layers=5"])
     results, left_out = evaluate_all(job, default_choices(), budget=10)
     assert set(left_out) == {"interleaved"}
@@ -96,7 +96,7 @@ def test_only_the_wan_jitters_with_the_wan(tiny: Job) -> None:
         evaluate(tiny, "1f1b", jitter_runs=5)
 
 
-def test_progress_is_told_by_name(tiny: Job) -> None:
+def test_progress_is_reported_by_name(tiny: Job) -> None:
     told: list[tuple[str, int, int]] = []
     evaluate_all(tiny, [("atlas", "many")], budget=12, progress=lambda *words: told.append(words))
     assert told[0] == ("atlas", 0, 0)

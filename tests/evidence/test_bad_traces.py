@@ -176,7 +176,7 @@ FOUND: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("name", FOUND)
-def test_what_does_not_fit_is_told(name: str, tmp_path: Path) -> None:
+def test_mismatches_are_reported(name: str, tmp_path: Path) -> None:
     make, words = FOUND[name]
     make(tmp_path)
     assert any(words in finding for finding in read_data_point(tmp_path).findings), read_data_point(tmp_path).findings

@@ -219,7 +219,7 @@ def test_launchers_on_one_machine_that_do_not_fit_together(tmp_path: Path, monke
     monkeypatch.setattr("atlas.launch.agent.free_bytes", lambda: WORKER_BYTES * 3 // 2)
     run = run_datacenters(write_job(tmp_path, *TWO), {dc: tmp_path / dc for dc in TWO}, train_options(2))
     assert "does not fit" in str(run.errors["east"])
-    assert "that is free on the host of east, west, for 2 workers" in str(run.errors["east"])
+    assert "free on the host of east, west, for 2 workers" in str(run.errors["east"])
     assert run.codes == {"west": 2}
     assert not run.starts
 

@@ -208,7 +208,7 @@ def test_connecting_to_another_service_is_an_error_that_says_so() -> None:
 
         threading.Thread(target=answer, daemon=True).start()
         address = server.getsockname()
-        with pytest.raises(StartAgainError, match="not reached: not atlas"):
+        with pytest.raises(StartAgainError, match="not reached: not a rendezvous of Atlas"):
             RendezvousClient(address, EAST, WEST, "plan", Security(), grace_s=0.2, patience_s=0.2)
         server.shutdown(socket.SHUT_RDWR)
 

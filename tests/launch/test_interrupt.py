@@ -97,7 +97,7 @@ def test_ctrl_c_saves_and_leaves_nothing_running(tmp_path: Path) -> None:
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
 @pytest.mark.parametrize("later_s", [0.0, 0.03, 0.1])
-def test_a_second_signal_while_it_saves_ends_it_and_spoils_no_save(
+def test_a_second_signal_while_it_saves_ends_it_and_damages_no_save(
     tmp_path: Path, second: signal.Signals, later_s: float
 ) -> None:
     with training(tmp_path) as (job, running):

@@ -113,7 +113,7 @@ def test_too_few_hosts_are_refused_with_the_number(folder: Path) -> None:
         scheduled_place(job, "west", {"SLURM_NODEID": "3", "SLURM_NNODES": "2"})
 
 
-def test_names_are_such_as_schedulers_allow(folder: Path) -> None:
+def test_names_are_valid_for_schedulers(folder: Path) -> None:
     text = (folder / "job.yaml").read_text().replace("name: small", "name: Llama 3.1, 8B (first try)")
     (folder / "job.yaml").write_text(text.replace("name: west", "name: West_2"))
     for target in ("slurm", "jobset", "trainjob"):
@@ -164,3 +164,48 @@ def test_bad_flags_are_refused(folder: Path, capsys: pytest.CaptureFixture[str])
     (folder / "recipe.yaml").write_text("setps: 20\n")
     assert launch(folder, "slurm") == 2
     assert "Did you mean 'steps'?" in capsys.readouterr().err
+
+
+def test_files_of_the_user_are_not_overwritten(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = folder / "slurm"
+    out.mkdir()
+    (out / "README.md").write_text("# My project\n")
+    (out / "east.sbatch").write_text("#!/bin/bash\n")
+    (out / "notes.txt").write_text("mine\n")
+    assert launch(folder, "slurm") == 2
+    error = capsys.readouterr().err
+    assert "would overwrite README.md, east.sbatch, which it did not write" in error
+    assert "Choose another folder" in error
+    assert {file.name: file.read_text() for file in out.iterdir()} == {
+        "README.md": "# My project\n",
+        "east.sbatch": "#!/bin/bash\n",
+        "notes.txt": "mine\n",
+    }
+
+
+def test_its_own_earlier_files_are_overwritten(folder: Path) -> None:
+    """Also beside certificates and notes, with a changed plan and recipe, and for another target."""
+    assert launch(folder, "slurm") == 0
+    out = folder / "slurm"
+    (out / "certs").mkdir()
+    (out / "notes.txt").write_text("mine\n")
+    (folder / "recipe.yaml").write_text("steps: 30\n")
+    write_job(folder, *TWO, pp=2)
+    assert launch(folder, "slurm", "--ports", "7801-7840") == 0
+    assert (out / "recipe.yaml").read_text() == "steps: 30\n"
+    assert "pp: 2" in (out / "plan.yaml").read_text()
+    assert "7801-7840" in (out / "east.sbatch").read_text()
+    assert launch(folder, "shell", "--out", str(out)) == 0
+    assert "./east.0.sh" in (out / "README.md").read_text()
+    assert (out / "notes.txt").read_text() == "mine\n"
+
+
+def test_equal_copies_of_plan_and_recipe_may_be_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--out .` beside the plan and the recipe."""
+    (folder / "plan.yaml").write_text((folder / "job.yaml").read_text())
+    assert launch(folder, "slurm", "--out", str(folder)) == 0
+    (folder / "README.md").unlink()
+    (folder / "plan.yaml").write_text("another plan\n")
+    assert launch(folder, "slurm", "--out", str(folder)) == 2
+    assert "would overwrite plan.yaml, which it did not write" in capsys.readouterr().err
+    assert (folder / "plan.yaml").read_text() == "another plan\n"

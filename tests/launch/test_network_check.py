@@ -98,7 +98,10 @@ def test_every_fault_is_named_once_with_those_who_saw_it() -> None:
     clocks = {"east/0": 0.0, "west/0": 400.0, "south/0": -2.0}
     report = compiled(joined, rows, clocks, ["north"], refused, ("203.0.113.1", 7700))
     refusal, north, west, clock = report["faults"]
-    assert "refused a connection from 198.51.100.9: certificate verify failed. Give that host a certificate" in refusal
+    assert (
+        "refused a connection from 198.51.100.9: certificate verify failed. Give that host a valid certificate"
+        in refusal
+    )
     assert "north did not join at 203.0.113.1:7700: its certificate was refused" in north
     assert "west/0 is not reached at 192.0.2.1, port 7710-7711, from east/0, south/0: refused: x. Correct" in west
     assert "west/0: its clock differs by +400 s" in clock
@@ -114,7 +117,7 @@ def test_spans_of_ports() -> None:
     assert spans([7712, 7710, 7711, 7715]) == "7710-7712, 7715"
 
 
-def test_what_stops_a_dial_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_names_what_stops_a_dial(monkeypatch: pytest.MonkeyPatch) -> None:
     mine = Greeting("east/site0", "west/site0", 0, 0, 1)
     with Endpoint("west/p0.s1") as other:
         found = check_port(other.address, mine, Security())

@@ -90,7 +90,7 @@ def test_host_memory_is_refused_before_a_worker_starts(monkeypatch: pytest.Monke
     monkeypatch.setattr(preflight, "free_bytes", lambda: enough)
     require_room(needs, "cpu")
     monkeypatch.setattr(preflight, "free_bytes", lambda: enough - 1)
-    with pytest.raises(AtlasError, match=r"the model does not fit: .* that is free on this host, for 2 worker"):
+    with pytest.raises(AtlasError, match=r"the model does not fit: .* free on this host, for 2 worker"):
         require_room(needs, "cpu")
     started = list[object]()
     monkeypatch.setattr("atlas.launch.rehearse.emulate", lambda *args, **kwargs: started.append(args))

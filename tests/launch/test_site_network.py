@@ -116,7 +116,7 @@ def test_a_port_of_the_range_in_use_is_named(monkeypatch: pytest.MonkeyPatch) ->
         network.require_ports(2, saves=True, serves=True)  # its own checkpoint server
 
 
-def test_a_wildcard_tells_mates_the_address_on_the_way_out() -> None:
+def test_a_wildcard_is_sent_to_mates_as_the_outgoing_address() -> None:
     facts = SiteNetwork("0.0.0.0", "none").facts(AgentName("west"), ("127.0.0.1", 7700))
     assert facts.advertise is None
     assert facts.local == own_address(("127.0.0.1", 7700)) != "0.0.0.0"

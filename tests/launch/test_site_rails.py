@@ -101,7 +101,7 @@ def test_with_a_fallback_the_run_continues_and_says_why(tmp_path: Path, device: 
     job = photonic_job(tmp_path, fallback="ring")
     run = run_on(job, tmp_path, root)
     assert run.codes == dict.fromkeys(TWO, 0), run.errors
-    said = [line for line in run.said if "keeps its circuits" in line]
+    said = [line for line in run.said if "does not change its circuits" in line]
     assert len(said) == 1
     assert "another user holds the lock" in said[0]
 

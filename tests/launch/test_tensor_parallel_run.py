@@ -74,7 +74,7 @@ def test_two_processes_a_worker_train_as_one_process_does() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("pipelines", "stages"), [(2, 2), (2, 1)])
-def test_so_they_do_among_pipelines_with_split_backwards_and_tied_ends(pipelines: int, stages: int) -> None:
+def test_split_backwards_and_tied_ends_train_as_one_process_does(pipelines: int, stages: int) -> None:
     what = case(pipelines, stages, splits=True)
     assert any(op.kind == Kind.I for op in what[0].ops(0))
     one, two = play(what, QWEN, 1), play(what, QWEN, 2)

@@ -49,7 +49,7 @@ def test_the_cheapest_fast_enough_plan_is_the_one_that_looking_at_everything_fin
     assert ours.score(ours.best) <= 1.01 * every.score(every.best)
 
 
-def test_a_limit_that_nothing_keeps_is_told_with_the_nearest_plan() -> None:
+def test_a_limit_that_no_plan_meets_is_refused_with_the_nearest_plan() -> None:
     with pytest.raises(InfeasibleError, match=r"the closest misses it by .* \$2\.00 an hour"):
         make_plan(job_of(), objective=Objective(max_usd_per_hour=0.01), tries=1)
 

@@ -21,7 +21,7 @@ def _commands(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setitem(cli.COMMANDS, name, "")
 
 
-def test_plan_prints_the_winner_and_why_the_others_lost(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_prints_the_chosen_plan_and_why_not_the_others(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", TINY, "--tries", "2"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("Not worth it: east alone is fastest")
@@ -29,7 +29,7 @@ def test_plan_prints_the_winner_and_why_the_others_lost(capsys: pytest.CaptureFi
     assert "low communication" in out
     assert "semantics" in out
     assert "latency: below" in out
-    assert "the winner" in out
+    assert "chosen" in out
     assert "x slower (+" in out
     assert "Runnable: yes" in out
 
@@ -102,7 +102,7 @@ def test_bad_input_is_one_message_and_exit_code_2(
     assert "Traceback" not in said
 
 
-def test_whatif_draws_and_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_whatif_draws_a_curve_and_prints_the_bottleneck(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "curve"
     words = ["whatif", TINY, "--sweep", "cluster.wan.latency_ms=1..100:4log", "--monte-carlo", "3", "--page", str(page)]
     assert cli.main(words) == 0

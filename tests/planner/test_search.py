@@ -215,7 +215,7 @@ def test_an_infeasible_job_says_what_would_make_it_fit() -> None:
     assert "GiB for the job" in str(caught.value)
 
 
-def test_a_job_with_room_that_takes_too_long_is_not_told_to_buy_memory() -> None:
+def test_no_memory_is_suggested_for_a_job_that_fits_but_takes_too_long() -> None:
     with pytest.raises(InfeasibleError, match="one op takes longer") as caught:
         make_plan(job_of(efficiency=1e-9))
     assert "GiB" not in str(caught.value)

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there_is_said() -> None:
+def test_a_missing_gpu_is_an_error() -> None:
     with pytest.raises(AtlasError, match="device 'cuda:0': there are 0 CUDA devices here"):
         make_device("cuda:0")
     with pytest.raises(AtlasError, match="must be paced, cpu or cuda:N"):

@@ -80,7 +80,7 @@ class Full(Cpu):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
 
-def test_an_upload_that_fails_spares_the_transports_thread_and_is_raised_where_the_tensor_is_needed() -> None:
+def test_a_failed_upload_is_raised_where_the_tensor_is_needed_not_on_the_transports_thread() -> None:
     handle = Handle("1F0 waits for 0SEND_F0")
     arrival = ReceivedTensor(handle, torch.ones(2), Full())
     handle.finish()  # on the transport's thread

@@ -55,7 +55,7 @@ def test_nothing_is_recorded_without_the_folder() -> None:
     assert KinetoRecorder.of(0, 9, environment={}) is None
 
 
-def test_the_launcher_hears_of_a_trace_that_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_launcher_gets_a_message_if_a_trace_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("atlas.runtime.process.ALIVE_S", 0.001)
     heard = threading.Event()
 

@@ -261,7 +261,7 @@ def test_without_a_compiler_layers_run_eagerly_with_one_warning(
     ]
 
 
-def test_kernels_of_another_torch_are_not_used_and_this_is_said_once(
+def test_kernels_of_another_torch_are_not_used_with_one_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

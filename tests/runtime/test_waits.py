@@ -87,7 +87,7 @@ def test_a_filler_changes_neither_losses_nor_iteration_time() -> None:
     assert all(end - start >= 2 * MS for _, start, end in fills)
 
 
-def test_a_filler_knows_where_it_waits() -> None:
+def test_a_filler_gets_the_op_that_waits() -> None:
     slicers = [Slicer(), Slicer()]
     trained, _ = train(slicers.__getitem__)
     facts = slicers[0].facts

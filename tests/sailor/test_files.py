@@ -124,7 +124,7 @@ def test_what_breaks_a_rule_is_infeasible(tmp_path: Path) -> None:
             check(inputs, plan)
 
 
-def test_memory_that_is_short_is_said_with_the_nearest_change(tmp_path: Path) -> None:
+def test_too_little_memory_is_an_error_with_the_nearest_change(tmp_path: Path) -> None:
     trace = write_inputs(tmp_path, COUNTS, params=4_000_000_000)
     inputs = read_inputs(tmp_path, trace, "toy")
     with pytest.raises(InfeasibleError, match="GiB"):

@@ -72,7 +72,7 @@ def test_memory_counts_state_activations_in_flight_and_what_is_reserved(tmp_path
     assert stage_memory_bytes(inputs, (1,), 2, 1, 1) == 24 * 25_000_000 + 4 * 20_000_000 + 3_000_000_000
 
 
-def test_a_fit_that_goes_negative_is_clamped_and_said_so(tmp_path: Path) -> None:
+def test_a_fit_that_goes_negative_is_clamped_and_reported(tmp_path: Path) -> None:
     fit = Fit(0.0, 0.5, 1.0, 0.05)
     assert fit.raw_gb_per_s(1e5) < 0
     assert fit.seconds(1e5) == pytest.approx(1e5 / 1e9 / 0.05)

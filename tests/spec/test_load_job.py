@@ -268,7 +268,7 @@ NASTY: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("name", NASTY)
-def test_a_nasty_file_is_one_message(tmp_path: Path, name: str) -> None:
+def test_a_malicious_file_is_one_message(tmp_path: Path, name: str) -> None:
     text = message(write(tmp_path, NASTY[name]))
     assert "job.yaml" in text or "nowhere" in text or str(tmp_path) in text or "xxx" in text
     assert text.replace("\n", "").isprintable()

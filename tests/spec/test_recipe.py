@@ -70,7 +70,7 @@ def test_a_flag_replaces_the_recipes_key(tmp_path: Path) -> None:
         ("optimizer: adamw\n", "optimizer = 'adamw': must be a mapping of keys"),
         ("steps: 5\nlearning_rate: {warmup: 5, decay: linear}\n", "a linear decay begins after the warm-up"),
         ("learning_rate: {peak: 1, decay: cosine, final: 2}\n", "must not exceed learning_rate.peak (1)"),
-        ("learning_rate: {final: 0.1}\n", "has an effect with a decay only"),
+        ("learning_rate: {final: 0.1}\n", "only has an effect with a decay"),
         ("steps: 0\n", "steps = 0"),
         ("clip: .nan\n", "clip = nan"),
         ("- steps\n", "a recipe is a mapping of keys"),

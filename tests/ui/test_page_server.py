@@ -119,7 +119,7 @@ def test_two_hundred_clients_get_events_and_a_silent_one_is_dropped(monkeypatch:
         server.close()
 
 
-def test_one_page_too_many_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_beyond_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "MAX_STREAMS", 0)
     server = PageServer(LiveRun(), lambda: "page", {})
     try:

@@ -58,7 +58,7 @@ def test_a_route_change_is_found_and_the_last_piece_fitted() -> None:
     learnt = learn(moved)
     assert learnt.model.rtt_ns == pytest.approx(RTT_NS + 30e6, rel=0.01)
     (warning,) = (text for text in learnt.warnings if "the route changed" in text)
-    assert f"of {len(one.sent_ns):,}: the route changed: the least round trip went from 40.0 to 70.3 ms" in warning
+    assert f"of {len(one.sent_ns):,}: the route changed: the shortest round trip went from 40.0 to 70.3 ms" in warning
     assert "The rows before it are fitted separately (40 Mbit/s, cross traffic" in warning
 
 

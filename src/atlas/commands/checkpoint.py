@@ -25,7 +25,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(
         dest="action", metavar="ACTION", required=True, help="list, verify, export or import"
     )
-    listed = actions.add_parser("list", help="list the saves", description="List all saves, also incomplete ones.")
+    listed = actions.add_parser("list", help="list the saves", description="List all saves, including incomplete ones.")
     verify = actions.add_parser("verify", help="check every file", description="Compare every file with its hash.")
     export = actions.add_parser(
         "export",

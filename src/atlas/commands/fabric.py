@@ -82,7 +82,7 @@ def _circuits(job: Job, args: argparse.Namespace) -> int:
             f"{ran.num_changes} circuit changes: predicted {seconds(ran.predicted_s)}, measured "
             f"{seconds(ran.measured_s)} ({ran.error:+.1%})."
         )
-        text += [f"The circuits stayed as they were: {ran.failed}"] if ran.failed else []
+        text += [f"The circuits were not changed: {ran.failed}"] if ran.failed else []
     if args.json:
         print_json(found)
     else:
@@ -155,7 +155,9 @@ def _verdict(one: dict[str, Any]) -> str:
     )
     if light["nodes_allowed"] is not None:
         per_node = one["gpus_per_node"]
-        text += f" {one['power_kw']:,g} kW suffice for {light['nodes_allowed'] * per_node:,} GPUs with photonic rails"
+        text += (
+            f" {one['power_kw']:,g} kW are enough for {light['nodes_allowed'] * per_node:,} GPUs with photonic rails"
+        )
         text += f" and {best['nodes_allowed'] * per_node:,} with {best['kind']}."
     return text
 

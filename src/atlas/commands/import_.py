@@ -1,5 +1,5 @@
-"""Make a job file and a profile from a data point: the card describes the model and the hardware, the traces give the
-time of each layer. Planning can then start from a run that you already have.
+"""Make a job file and a profile from a data point of CCL-Bench: the workload card describes the model and the hardware,
+the traces give the time of each layer. Planning can then start from a run that you already have.
 
 Writes JOB.yaml and beside it JOB.profile.json, and simulates the job once, to compare it with the traces. Add
 datacenters under `cluster` of the job, then run `atlas plan`.
@@ -29,7 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("folder", type=Path, metavar="DIR", help="a data point: one workload card and a trace per rank")
     add("--out", type=Path, required=True, metavar="JOB.yaml", help="the job file to write")
-    add("--gpu", metavar="TYPE", help="GPU type, where the card does not name one that Atlas knows")
+    add("--gpu", metavar="TYPE", help="GPU type, if the card names none that Atlas knows")
     add("--recompute", action=argparse.BooleanOptionalAction, help="whether the run recomputed activations")
     add("--salvage", action="store_true", help="read truncated traces up to the damage")
 

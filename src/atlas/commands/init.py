@@ -3,7 +3,7 @@
     atlas init --model llama-3-8b --dc aws:us-east-1=64xH100 --dc gcp:europe-west4=32xA100-80GB --batch 1M --seq 8192
 
 On a terminal it asks for what the flags leave out. Latency, throughput and prices come from the catalogue that
-`atlas regions` shows; the file marks them as priors. Then: atlas plan job.yaml
+`atlas regions` shows; the file marks them as priors (not measured by you). Then: atlas plan job.yaml
 """
 
 from __future__ import annotations

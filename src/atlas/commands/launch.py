@@ -1,8 +1,8 @@
-"""Write the files that start a plan under a scheduler: one ordinary job for each datacenter, joined by the rendezvous
-(docs/operating.md). Starts nothing.
+"""Write the files that start a plan under a scheduler: one job for each datacenter. The jobs connect to the address in
+--rendezvous or --coordinator (docs/operating.md). Starts nothing.
 
 The folder gets the jobs, the plan, the recipe, a Dockerfile (not built here) and a README with the commands.
-Certificates are not copied.
+Certificates are not copied. Files that an earlier `atlas launch` wrote are overwritten, no others.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from pathlib import Path
 
 from atlas.commands.network_flags import rendezvous_of
 from atlas.console import make_folder, require_folder
-from atlas.errors import AtlasError
 from atlas.launch.job_files import PORTS, TARGETS, LaunchChoice, write_files
 from atlas.launch.preflight import require_executable
 from atlas.launch.site_network import PortRange
 from atlas.spec.document import read_text
-from atlas.spec.plan import job_text, load_job_or_plan
+from atlas.spec.plan import job_text, load_job_or_plan, require_runnable
 from atlas.spec.recipe import OBJECT_STORE, WORDS, Recipe, load_recipe
 
 
@@ -37,15 +36,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--image", default="atlas:latest", metavar="NAME", help="image of the container")
     add("--ports", metavar="LO-HI", help=f"ports of workers and checkpoint servers (default: the recipe's, or {PORTS})")
     add("--device", default="cuda", metavar="NAME", help="cuda or cpu")
-    add("--no-certs", action="store_true", help="no certificates; for loopback only")
+    add("--no-certs", action="store_true", help="train without certificates; works on loopback only")
 
 
 def run(args: argparse.Namespace) -> int:
     recipe = load_recipe(args.recipe)
     job, plan = load_job_or_plan(args.plan, recipe.job_overrides)
     require_executable(job)
-    if plan is not None and plan.runnable != "yes":
-        raise AtlasError(f"{job.where}: the plan is not runnable: {plan.runnable}")
+    if plan is not None:
+        require_runnable(plan)
     rendezvous_of(args)
     if args.ports is not None:
         PortRange.of(args.ports)

@@ -34,8 +34,8 @@ def path_charts(model: PathModel, table: PacketTable) -> dict[str, PathChart]:
                 "measured": _means(window[both], table.rtt_ns[both] / 1e6),
                 "modelled": _means(window[both], rtts[both] / 1e6),
             },
-            "How long the recorded packets took, and how long the model says that they take. A good model has the same "
-            "curve.",
+            "Round trips of the recorded packets: measured, and as the model predicts them. With a good model both "
+            "curves agree.",
         ),
         "Rate of the recorded sender": PathChart(
             "seconds",
@@ -60,8 +60,8 @@ def path_charts(model: PathModel, table: PacketTable) -> dict[str, PathChart]:
             "% of the capacity, at most",
             {"recorded": _ranked(100 - np.minimum(share[recorded], 98)), "drawn": _ranked(100 * left)},
             "For x % of the time a sender gets at most y % of the capacity. Drawn: ten minutes of new weather, as "
-            "`atlas simulate --monte-carlo` uses it. Similar curves mean that drawn weather is as good and as bad as "
-            "the recorded weather.",
+            "`atlas simulate --monte-carlo` uses it. Similar curves mean that drawn weather resembles the recorded "
+            "weather.",
         ),
     }
     if model.seconds > 2 * 3600:
@@ -69,7 +69,7 @@ def path_charts(model: PathModel, table: PacketTable) -> dict[str, PathChart]:
         points = [
             (float(h), float(share[recorded & (hour == h)].mean())) for h in range(24) if (recorded & (hour == h)).any()
         ]
-        words = "The mean of all recorded moments of an hour of the day."
+        words = "Mean of everything recorded in that hour of the day."
         charts["Cross traffic over the day"] = PathChart("hour (UTC)", "% of the capacity", {"mean": points}, words)
     return charts
 

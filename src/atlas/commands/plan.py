@@ -1,11 +1,12 @@
-"""Find the best plan for a job: which datacenters, which parallelism, which schedule; its cost, and why others lost.
+"""Find the best plan for a job: datacenters, parallelism and schedule; its cost, and why other plans were not chosen.
 
 Every plan trains on the job's own global batch. The planner estimates candidates in closed form, simulates the best of
 them event by event, and searches the schedule of the best plan. Ctrl-C ends the search and prints the best plan so far.
 
     east 2 + west 2                  each pipeline has two stages in east and two in west
     east 2 | west 2                  some pipelines have two stages in east, the others two in west
-    tp 1 x pp 4 x dp 2 (1x2), b 1    GPUs of a layer, stages, pipelines (cells x pipelines of a cell), microbatch size
+    tp 1 x pp 4 x dp 2 (1x2), b 1    GPUs of a layer, stages, pipelines, microbatch size; (1x2): one cell of two
+                                     pipelines, which take turns on the WAN
 """
 
 from __future__ import annotations
@@ -85,13 +86,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--confidence",
         type=number(0.5, 0.999),
         metavar="P",
-        help="choose by this percentile of the iteration time under weather from the links' models, such as 0.95",
+        help="choose by this percentile of the iteration time, such as 0.95, where WAN rates and delays vary as "
+        "the links' `model:` files describe (docs/weather.md)",
     )
-    add("--fabrics", metavar="KINDS", help="try these fabrics in each site, such as rail,photonic, and use the best")
+    add("--fabrics", metavar="KINDS", help="try these fabrics, such as rail,photonic, in each datacenter; use the best")
     add(
         "--no-break-even",
         action="store_true",
-        help="do not compute with which bandwidth, latency, GPUs or prices the verdict changes",
+        help="skip the break-even points: bandwidth, latency, GPUs and prices at which training across regions starts "
+        "or stops being worth it",
     )
     job_flags(parser)
     add("--json", action="store_true", help="print the result as JSON instead of tables")
@@ -103,7 +106,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write a chart of time and cost with the Pareto front (.svg or .html)",
     )
-    group = parser.add_argument_group("from Sailor's files instead of a job")
+    group = parser.add_argument_group("plan from files of Sailor (SOSP'25) instead of a job; docs/sailor.md")
     for flag, settings in FLAGS.items():
         group.add_argument(flag, **settings)
 
@@ -226,14 +229,15 @@ def _show(search: PlanSearch) -> None:
     if search.fabrics:
         show(_fabrics(search.fabrics), "")
     if search.break_even:
-        show("The verdict changes with:", *(f"  {one.text}" for one in search.break_even), "")
+        show("Break-even points:", *(f"  {one.text}" for one in search.break_even), "")
     show(_table(planned, money))
 
 
 def _ranking(caption: str, first: str, second: str, cost: str | None) -> Any:
-    """An empty table of plans: two columns of text, the time, the cost if there is one, and why a plan lost."""
+    """An empty table of plans: two columns of text, the time, the cost if any, and why a plan was not chosen."""
     figures = right("iteration", *([cost] if cost else []))
-    return plain_table(*folded(first, second, ratio=3), *figures, *folded("lost by", ratio=3), caption=caption)
+    why = folded("why not chosen", ratio=3)
+    return plain_table(*folded(first, second, ratio=3), *figures, *why, caption=caption)
 
 
 def _families(search: PlanSearch, money: bool) -> Any:
@@ -243,16 +247,14 @@ def _families(search: PlanSearch, money: bool) -> Any:
         plan = row["plan"]
         cost = [dollars(plan["usd_per_tera_token"]) if plan else ""] if money else []
         figures = [plan["where"], seconds(plan["iteration_s"])] if plan else ["", ""]
-        table.add_row(
-            row["family"], *figures, *cost, row["lost"] or "the winner", style=None if row["lost"] else "green"
-        )
+        table.add_row(row["family"], *figures, *cost, row["lost"] or "chosen", style=None if row["lost"] else "green")
     return table
 
 
 def _fabrics(choices: Sequence[FabricChoice]) -> Any:
-    caption = "Best plan with each choice of fabrics, orders not searched; the first is used."
+    caption = "Best plan with each choice of fabrics, without a search of its schedule; the first choice is used."
     figures = right("GPUs", "iteration", "kW", "fabric", "tokens/J")
-    table = plain_table(*folded("fabric", "sites", ratio=2), *figures, caption=caption)
+    table = plain_table(*folded("fabric", "datacenters", ratio=2), *figures, caption=caption)
     for one in choices:
         row = one.row()
         if one.planned is None:
@@ -275,7 +277,7 @@ def _table(planned: Planned, money: bool) -> Any:
     for judged, row in zip(shown, rows(planned), strict=False):
         mark = "*" if judged.candidate in on_front else ""
         cost = [f"{row['usd_per_iteration']:,.4g}{mark}"] if money else []
-        lost = row["lost"] or "the winner"
+        lost = row["lost"] or "chosen"
         cells = [row["where"], row["how"], seconds(row["iteration_s"]), *cost, lost]
         table.add_row(*cells, style="green" if judged.candidate == planned.winner.candidate else None)
     return table

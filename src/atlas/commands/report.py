@@ -1,7 +1,7 @@
 """Write a report of a run, or of several side by side: one self-contained HTML page.
 
-RUN is a data point (`atlas card`, `atlas train --evidence`), a timeline file, or the folder of a run with a timeline
-and a step log (`run.jsonl`) in it. Every figure says whether it is simulated, emulated or measured.
+RUN is a data point (a folder of `atlas card` or `atlas train --evidence`), a timeline file, or the folder of a run with
+a timeline and a step log (`run.jsonl`) in it. Every figure says whether it is simulated, emulated or measured.
 """
 
 from __future__ import annotations

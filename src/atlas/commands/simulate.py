@@ -5,9 +5,9 @@ times are simulated, except `engine_s`, which is measured. If some runs use many
 out those on one connection: they take so much longer that the others would be too small to see.
 
 In the table, `(turns)` means that pipelines take turns on the WAN, `gap` is iteration / lower bound, and `in flight` is
-the most microbatches that a worker holds. The rest are shares of the accelerators' time: busy, or waiting for the WAN
-(wan), for an input that is not computed yet or moves inside a datacenter (peer), for gradient sums (sync), or for the
-pipeline to fill and drain (ends).
+the largest number of microbatches that a worker holds at once. The rest are shares of the accelerators' time: busy, or
+waiting for the WAN (wan), for an input that is not computed yet or moves inside a datacenter (peer), for gradient sums
+(sync), or for the pipeline to fill and drain (ends).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=whole(1, 100_000),
         default=0,
         metavar="N",
-        help="repeat the run N times with the job's `jitter`, and weather from the links' models",
+        help="repeat the run N times with random durations (the job's `jitter`, and the links' `model:` files)",
     )
     add("--json", action="store_true", help="print the results as JSON instead of a table")
     add("--out", type=Path, metavar="DIR", help="write results.json, page.html, figure.svg and timeline files to DIR")
@@ -221,7 +221,7 @@ def spread_chart(simulation: Simulation) -> str:
 def _too_big(found: Sequence[Row]) -> list[str]:
     too_big = {row["schedule"]: row for row in found if not row["fits"]}
     return [
-        f"! {name} does not fit in memory: it needs {row['peak_gib']:.1f} GiB of a GPU's {row['memory_gib']:.1f} GiB."
+        f"! {name} does not fit in memory: it needs {row['peak_gib']:.1f} GiB, a GPU has {row['memory_gib']:.1f} GiB."
         for name, row in too_big.items()
     ]
 

@@ -1,10 +1,10 @@
 """Train a plan: in each datacenter with `--dc NAME` (docs/operating.md), or all of it on this machine with `--emulate`.
 In an emulated run each worker is a process, and an emulated WAN connects the datacenters. Sockets and gradients are
-real; devices are paced to the plan's own durations (or run at the speed of a CPU or GPU).
+real. Devices are paced: every op takes as long as the plan predicts (`--device cpu` or `cuda`: as long as it needs).
 
 `--dc` trains the model that the job describes, `--emulate` a small stand-in model, unless `--model` names a Hugging
 Face folder, or `job`. `--data` names shards (`atlas data tokenize`), or `shipped`. With `--checkpoints` the run is
-saved, also when Ctrl-C stops it. The same command resumes it, and so does one with another plan of the same batch. When
+saved, also when Ctrl-C stops it. The same command resumes it, also with another plan of the same batch. When
 a worker dies, all workers are restarted from the last complete checkpoint.
 
 Prints the predicted and the measured iteration time; `--page` draws both timelines on one page. A plan that the runtime
@@ -48,7 +48,7 @@ from atlas.view import write_page
 def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("plan", type=Path, metavar="PLAN.yaml", help="a plan, or a job with --schedule")
-    add("--emulate", action="store_true", help="run all of it on this machine")
+    add("--emulate", action="store_true", help="run all datacenters on this machine")
     how_flags(parser)
     add("--device", metavar="NAME", help="paced, cpu, cuda or cuda:N (default: paced; with --dc: cuda)")
     add("--checkpoints", metavar="DIR", help="save to and resume from this folder, or s3://BUCKET/PREFIX")
@@ -73,8 +73,17 @@ def how_flags(parser: argparse.ArgumentParser) -> None:
     add("--schedule", metavar="NAME", help="schedule of a job; a plan has its own (default 1f1b)")
     add("--tcp", choices=("one", "many"), help="TCP connections per node pair (default many)")
     add("--recipe", type=Path, metavar="FILE", help="how to train (docs/recipes.md); the flags below replace its keys")
-    add("--steps", type=whole(1, 10**9), metavar="N", help="steps of the whole run, also if it is resumed (default 3)")
-    add("--model", metavar="DIR", help="a Hugging Face folder, or `job`: the job's (default; with --emulate: stand-in)")
+    add(
+        "--steps",
+        type=whole(1, 10**9),
+        metavar="N",
+        help="total steps of the run, those before a resume included (default 3)",
+    )
+    add(
+        "--model",
+        metavar="DIR",
+        help="a Hugging Face folder, or `job`: the job's, with random weights (default; with --emulate: a stand-in)",
+    )
     add("--data", metavar="DIR", help="a folder of shards, or `shipped`: the included text (default: synthetic)")
     add(
         "--learning-rate",
@@ -188,7 +197,7 @@ def run(args: argparse.Namespace) -> int:
     write_evidence(evidence)
     end_traces(args)
     if args.page is not None:
-        write_page(args.page, [result.predicted, result.measured], title=f"{job.name}: prediction over measurement")
+        write_page(args.page, [result.predicted, result.measured], title=f"{job.name}: predicted and measured")
         print(f"The timeline page: {args.page}")
     return result.run.exit_code
 
@@ -254,6 +263,6 @@ def _print(name: str, options: TrainOptions, result: Rehearsal) -> None:
     if run.rails is not None:
         print(f"  circuit changes       {run.rails.num_changes:8}")
         if run.rails.failed:
-            print(f"The circuits stayed as they were: {run.rails.failed}")
+            print(f"The circuits were not changed: {run.rails.failed}")
     if run.stopped:
         print(f"Stopped after step {last}, saved in {options.checkpoints}: the same command resumes from there")

@@ -3,7 +3,7 @@ what-if.
 
     atlas ui runs/NAME            a current or a saved run (`atlas train --ui` writes the folder)
     atlas ui run.timeline         a timeline file alone
-    atlas ui job.yaml             a job or a plan that does not run: the prediction, and what-if
+    atlas ui job.yaml             a job or plan that is not running: its prediction, and what-if
     atlas ui http://HOST:PORT     the page of another host, shown here
 
 Serves on 127.0.0.1. On another address the page needs the token that is printed with it.

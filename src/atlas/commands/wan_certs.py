@@ -1,8 +1,8 @@
-"""Make certificates for the nodes of a run: a small CA in the folder, once, and a certificate and key per node, or
-one pair for all nodes of a datacenter (as `atlas train --dc` needs).
+"""Make certificates for the nodes of a run: a certificate and key per node, or one pair for all nodes of a datacenter
+(as `atlas train --dc` needs). The first call also makes a small CA in the folder.
 
 Everything that leaves a datacenter is encrypted, and a node may only use the names in its certificate. Give each node
-its own pair and `ca.pem`; keep `ca.key` on a machine that runs no node.
+its own pair and `ca.pem`; keep `ca.key` on a machine that is not a node.
 """
 
 from __future__ import annotations
@@ -41,6 +41,6 @@ def run(args: argparse.Namespace) -> int:
         print(f"{one['node']}: {one['certificate']}, {one['key']} (0600), valid until {one['valid_until']}")
     print(
         f"Copy each pair and {args.out / 'ca.pem'} to its node; "
-        f"keep {args.out / 'ca.key'} on a machine that runs no node."
+        f"keep {args.out / 'ca.key'} on a machine that is not a node."
     )
     return 0

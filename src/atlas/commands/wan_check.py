@@ -6,8 +6,7 @@ whom on which port, certificates, MTU, clocks and rates.
         --ports 7710-7719 --certs certs
 
 With `atlas coordinator`, run it on the coordinator's host too (`--dc coordinator`), and give `--coordinator HOST:PORT`
-in place of `--rendezvous` everywhere. Exit code 0: all is well; 2: there are faults, each named with its remedy. Starts
-no worker.
+in place of `--rendezvous` everywhere. Exit code 0: no faults; 2: faults, each with what to change. Starts no worker.
 """
 
 from __future__ import annotations

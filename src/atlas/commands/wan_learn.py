@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     name, table = read_path(args.folder, args.path)
     learnt = learn(table, "pairs" if args.method == "gru" else args.method)
     if args.method == "gru":
-        said = "the share of explained variance is that of --method pairs, from which the network starts"
+        said = "with --method gru, the explained variance is measured with the model of --method pairs"
         learnt = replace(learnt, model=_gru(table), warnings=[*learnt.warnings, said])
     save_model(args.out, learnt.model)
     if args.page is not None:
@@ -98,7 +98,7 @@ def described(name: str, learnt: Learnt, span_s: float) -> list[str]:
     return [
         f"{name}: {span_s:.0f} s of packets, method {model.method}",
         f"  capacity       {least}{model.capacity_bps / 1e6:.4g} Mbit/s",
-        f"  latency        {model.rtt_ns / 2e6:.4g} ms one way (half of the least round trip)",
+        f"  latency        {model.rtt_ns / 2e6:.4g} ms one way (half of the shortest round trip)",
         f"  buffer         {big}{model.buffer_bytes / 1e3:.4g} KB, {deep_ms:.3g} ms",
         f"  cross traffic  {100 * model.mean_share:.0f} % of the capacity on average, at most {100 * peak:.0f} %; "
         f"seen in {seen:.0f} % of the time",
@@ -126,7 +126,7 @@ def page_notes(learnt: Learnt, span_s: float) -> list[str]:
     )  # fmt: skip
     return [
         f"A model of this path, learnt from {span_s:.0f} s of recorded packets: a link of {least}"
-        f"{model.capacity_bps / 1e6:.4g} Mbit/s with a least round trip of {model.rtt_ns / 1e6:.4g} ms. A "
+        f"{model.capacity_bps / 1e6:.4g} Mbit/s with a shortest round trip of {model.rtt_ns / 1e6:.4g} ms. A "
         f"queue in front of it holds {big}{model.buffer_bytes / 1e3:.4g} KB, and delays packets by up to "
         f"{model.buffer_bytes * 8e3 / model.capacity_bps:.3g} ms when it is full.",
         f"Other users (cross traffic) take {100 * model.mean_share:.0f} % of the link on average, and at most "

@@ -53,7 +53,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=whole(1, 100_000),
         default=0,
         metavar="N",
-        help="simulate N networks with random bandwidths and latencies, or weather from the links' models",
+        help="simulate N networks with random bandwidths and latencies, or as the links' `model:` files describe them",
     )
     add(
         "--wan-sigma",

@@ -220,8 +220,8 @@ def _require_room(job: Job, arrangement: Arrangement, workers: tuple[WorkerMemor
                 where=job.where,
                 key="memory_gib",
                 value=round(worker.cap / GIB, 1),
-                rule=f"worker {rank} of each pipeline ({arrangement.rank_dc[rank]}) needs {need / GIB:.1f} GiB per GPU "
-                f"of {worker.cap / GIB:.1f} ({parts})",
+                rule=f"worker {rank} of each pipeline ({arrangement.rank_dc[rank]}) needs {need / GIB:.1f} GiB per GPU"
+                f", which has {worker.cap / GIB:.1f} ({parts})",
                 remedy=_remedy(job),
             )
 

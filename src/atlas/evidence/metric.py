@@ -44,7 +44,7 @@ def metrics(definitions: Mapping[str, str], found: Mapping[str, Found]) -> list[
 
 
 CCL_DEFINITIONS = {
-    "avg_step_time": "Mean length of ProfilerStep#N without the first and the last, then mean over ranks.",
+    "avg_step_time": "Mean length of the inner steps (ProfilerStep#N but the first and the last), then over ranks.",
     "ttft": "Time to first token, from latency files of a serving benchmark.",
     "tpot": "Time per output token, from latency files of a serving benchmark.",
     "mfu": "(6(N - N_emb) + 12 L H Q S) x tokens per step / step time / (devices x peak); full attention.",
@@ -60,7 +60,7 @@ CCL_DEFINITIONS = {
     "bandwidth_utilization_alltoall_group_6": "Median of GiB x (n - 1)/n / time, SendRecv kernels only.",
     "bandwidth_utilization_reducescatter_group_6": "Median of GiB x (n - 1)/n / time, first rank that has any.",
     "bandwidth_utilization_peertopeer_group_6": "From Nsight Systems files.",
-    "compute_comm_overlap": "Share of the union of communication that lies under other kernels, inner steps.",
+    "compute_comm_overlap": "Share of the union of communication that overlaps other kernels, in the inner steps.",
     "load_imbalance_ratio": "Largest over smallest union of kernels of a rank, communication included.",
     "straggler": "(max - min)/max of summed time in kernels named ncclDevKernel_*; 0 without them.",
     "scale_up_bw_utility": "What twice the scale-up bandwidth saves, simulated with ASTRA-sim.",

@@ -23,9 +23,9 @@ from atlas.spec.gpus import GPUS, Gpu
 CAUSES = ("wan", "peer", "sync", "fill", "drain")
 """Of bubbles, as `atlas.ir.analysis` names them."""
 OWN_DEFINITIONS = {
-    "step_time": "Mean length of the inner steps, over all ranks; without steps, the span of all kernels.",
-    "compute_time": "Union of kernels but communication, and of fills and copies inside the device, per step.",
-    "exposed_communication_time": "Union of communication kernels less what lies under compute, per step.",
+    "step_time": "Mean length of the inner steps (all but the first and the last); without steps, all kernels.",
+    "compute_time": "Union of compute kernels, fills and copies inside the device, per step; without communication.",
+    "exposed_communication_time": "Union of communication kernels minus its overlap with compute, per step.",
     "exposed_communication_fraction": "exposed_communication_time over step_time.",
     "idle_time": "Time of a step in which no kernel, fill or copy inside the device runs.",
     **{f"bubble_{cause}_time": f"Idle time per step with cause {cause}; only in traces of Atlas." for cause in CAUSES},

@@ -28,7 +28,9 @@ class RunFiles:
     def require_timeline(self, source: Path) -> Path:
         """Raise AtlasError where the run left none."""
         if self.timeline is None:
-            raise AtlasError(f"{source}: has no timeline ({', '.join(TIMELINES)}). Train with --timeline FILE in it")
+            raise AtlasError(
+                f"{source}: has no timeline ({', '.join(TIMELINES)}). Train with --timeline FILE, a file in this folder"
+            )
         return self.timeline
 
     @property

@@ -131,10 +131,9 @@ class Agent:
                 message = self._next()
                 if "gone" in message:
                     kind = StartAgainError if message.get("code", START_AGAIN) == START_AGAIN else AtlasError
-                    raise kind(
-                        f"{message['gone']}. This datacenter's workers were stopped. Start again when it is back"
-                        + ("" if self.settings.apart else ", or without it (--without, with another --rendezvous)")
-                    )
+                    without = "" if self.settings.apart else ", or leave its datacenter out (--without, --rendezvous)"
+                    text = f"{message['gone']}. This datacenter's workers were stopped. Start again when it answers"
+                    raise kind(text + without)
                 if "finish" in message:
                     return self._finish(message["finish"])
                 self._handle(message)

@@ -54,14 +54,14 @@ def compiled(
 def _absent(missing: Sequence[str], refused: Sequence[Refusal], rendezvous: Address) -> list[str]:
     where = f"{rendezvous[0]}:{rendezvous[1]}"
     lines = [
-        f"the rendezvous refused a connection from {host}: {why}. Give that host a certificate of its datacenter, of "
-        "the same CA and still valid (`atlas wan certs`)"
+        f"the rendezvous refused a connection from {host}: {why}. Give that host a valid certificate of its "
+        "datacenter from the same CA (`atlas wan certs`)"
         for host, why in dict.fromkeys((refusal.host, refusal.why) for refusal in refused)
     ]
     for dc in missing:
         hint = "its certificate was refused, or" if refused else "it was not started, or"
         lines.append(
-            f"{dc} did not join at {where}: {hint} a firewall on the way drops it. Run `atlas wan check --dc {dc}` "
+            f"{dc} did not join at {where}: {hint} a firewall blocks it. Run `atlas wan check --dc {dc}` "
             "there and read its message"
         )
     return lines

@@ -8,13 +8,14 @@ Writes text. Starts nothing, and knows no cluster but what the plan says.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from atlas.errors import SpecError
 from atlas.launch.hosts import NUM_HOSTS, hosts_needed, workers_per_host
 from atlas.launch.job_readme import DOCKERFILE, readme
 from atlas.spec import Job
@@ -26,6 +27,8 @@ MAX_RESTARTS = 100
 """Of a Kubernetes job: hosts come and go for weeks."""
 EXIT_USER, EXIT_AGAIN = 2, 75
 PORTS = "7701-7740"
+MARK = "Written by `atlas launch`"
+"""In every file but the copies of plan and recipe."""
 OWN_ADDRESS = '$(hostname -i | cut -d" " -f1)'
 
 
@@ -313,8 +316,22 @@ TARGETS: dict[str, Callable[[LaunchChoice], dict[str, str]]] = {
 }
 
 
+def _require_own(folder: Path, files: Mapping[str, str]) -> None:
+    """Raise SpecError where a file exists that would change and that `atlas launch` did not write."""
+    there = {name: (folder / name).read_text(errors="replace") for name in files if (folder / name).is_file()}
+    copies = ("plan.yaml", "recipe.yaml") if MARK in there.get("README.md", "") else ()  # these have no mark
+    own = [name for name, text in there.items() if text == files[name] or MARK in text or name in copies]
+    if foreign := sorted(name for name in files if (folder / name).exists() and name not in own):
+        rule = f"`atlas launch` would overwrite {', '.join(foreign)}, which it did not write"
+        remedy = "Choose another folder, or move the files"
+        raise SpecError(where="--out", key="folder", value=str(folder), rule=rule, remedy=remedy)
+
+
 def write_files(choice: LaunchChoice, target: str, folder: Path) -> list[Path]:
-    """Write the files of a target, the plan, the recipe, a Dockerfile and a README; their paths."""
+    """Write the files of a target, the plan, the recipe, a Dockerfile and a README; their paths.
+
+    Files of an earlier `atlas launch` are overwritten. Raises SpecError where another file would be.
+    """
     own = TARGETS[target](choice)
     files = {**own, "plan.yaml": choice.plan, "recipe.yaml": choice.recipe}
     files |= {
@@ -329,6 +346,7 @@ def write_files(choice: LaunchChoice, target: str, folder: Path) -> list[Path]:
             folders=choice.folders,
         ),
     }
+    _require_own(folder, files)
     for name, text in files.items():
         (folder / name).write_text(text)
         if name.endswith((".sh", ".sbatch")):

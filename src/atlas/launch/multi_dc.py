@@ -79,7 +79,7 @@ def _launched(
     if mine.node != first.node:
         own = agent(settings.rendezvous)
         if mine.is_spare:
-            callbacks.say(f"a spare of {mine.datacenter}: it waits until a host there is lost")
+            callbacks.say(f"waiting as a spare of {mine.datacenter}, until a host there is lost")
         return own.run()
     prepared = prepare_job(job, options)
     needs = prepared.needs_of(prepared.roles_of(mine), saves=settings.checkpoints is not None)
@@ -162,8 +162,8 @@ def _coordinator(
 def _require_other_name(datacenters: list[str]) -> None:
     if COORDINATOR.datacenter in datacenters:
         raise AtlasError(
-            f"the plan has a datacenter named {COORDINATOR.datacenter!r}, and that name is the coordinator's, also in "
-            "its certificate. Rename the datacenter"
+            f"the plan has a datacenter named {COORDINATOR.datacenter!r}, and that name is reserved for the "
+            "coordinator and its certificate. Rename the datacenter"
         )
 
 

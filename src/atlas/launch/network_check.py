@@ -238,7 +238,7 @@ class CheckCoordinator:
         if agent.datacenter not in self.datacenters:
             return f"the plan has no datacenter of this name; it has {', '.join(self.datacenters)}"
         if plan != self.digest:
-            return "`atlas wan check` runs there, for another plan: run it everywhere, with the same file"
+            return "it checks another plan: run `atlas wan check` with the same plan file everywhere"
         return None
 
     def _run(self) -> None:

@@ -133,7 +133,7 @@ def require_room(needs: Sequence[WorkerNeed], device: str, *, tp: int = 1, besid
         shared = ":" in device  # one GPU for all of them
         most = (sum(users) if shared else max(users, default=0)) // tp
         _require(most, smallest_gpu_bytes(), f"of {device} for {len(users)} worker(s)" if shared else "of a GPU here")
-    _require(host_bytes(needs, device), free_bytes(), f"that is free on this host, for {len(needs)} worker(s)")
+    _require(host_bytes(needs, device), free_bytes(), f"free on this host, for {len(needs)} worker(s)")
 
 
 def host_bytes(needs: Sequence[WorkerNeed], device: str) -> int:
@@ -168,7 +168,7 @@ def require_room_together(launchers: Sequence[LauncherRoom]) -> None:
             # The highest: workers of an earlier attempt may have been ending when the others looked.
             free = max((mate.free_bytes for mate in mates if mate.free_bytes is not None), default=None)
             names = ", ".join(sorted(mate.name for mate in mates))  # they register in any order
-            _require(need, free, f"that is free on the host of {names}, for {sum(len(m.needs) for m in mates)} workers")
+            _require(need, free, f"free on the host of {names}, for {sum(len(m.needs) for m in mates)} workers")
 
 
 def _require(need: int, there: int | None, what: str) -> None:

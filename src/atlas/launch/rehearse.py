@@ -100,7 +100,7 @@ def _attempt(prepared: PreparedJob, options: TrainOptions, on_step: OnStep) -> R
     first = first_step(saves)
     if first >= options.steps:
         raise AtlasError(
-            f"{options.checkpoints}: step {first} is done already, and --steps says {options.steps}. Ask for more "
+            f"{options.checkpoints}: step {first} is done already, and --steps is {options.steps}. Give more "
             "steps, or choose another folder for a new run"
         )
     num_steps = options.steps - first
@@ -142,6 +142,6 @@ def _require_small(prepared: PreparedJob) -> None:
     if num_workers * tp > MAX_WORKERS:
         each, lower = (f" of {tp} processes each", "tp, ") if tp > 1 else ("", "")
         raise AtlasError(
-            f"{num_workers} workers{each} are more than the {MAX_WORKERS} that one machine rehearses: "
+            f"{num_workers} workers{each} are more than the {MAX_WORKERS} that one machine can emulate: "
             f"lower {lower}pp, pipelines_per_cell or cells with --set, or simulate"
         )

@@ -207,8 +207,8 @@ class Rendezvous:
         connected = [agent for agent in others.values() if agent.channel.is_connected]
         if connected:
             return (
-                f"it is one of {name.num_parts} launchers in {name.datacenter}, but a connected one counts "
-                f"{connected[0].name.num_parts}: give --node the same number of hosts on each"
+                f"it was started as one of {name.num_parts} launchers in {name.datacenter}, but a connected one as one "
+                f"of {connected[0].name.num_parts}: give --node I/N with the same N on every host"
             )
         for place in others:
             del self.agents[place]
@@ -269,7 +269,13 @@ class RendezvousClient:
 
     def _connect(self, deadline: float) -> None:
         """Retry until it has joined. A refusal is final; so is a TLS error."""
-        where = f"rendezvous {self.address[0]}:{self.address[1]} in {self.host.datacenter}"
+        at, is_apart = f"{self.address[0]}:{self.address[1]}", self.host == COORDINATOR
+        where = f"coordinator at {at}" if is_apart else f"rendezvous {at} in {self.host.datacenter}"
+        remedy = (
+            "Start it, or correct --coordinator"
+            if is_apart
+            else f"Start the launcher of {self.host.datacenter}, or correct --rendezvous"
+        )
         remind = time.monotonic() + HELLO_S
         while not self._closing.is_set():
             try:
@@ -281,14 +287,12 @@ class RendezvousClient:
                 ) from None
             except (OSError, ValueError, KeyError, TypeError) as error:  # no listener, or not a rendezvous
                 why = getattr(error, "strerror", None) or str(error) or "timed out"
-                why = why if isinstance(error, OSError) else "not atlas"
+                why = why if isinstance(error, OSError) else "not a rendezvous of Atlas"
                 if (now := time.monotonic()) > remind:
                     remind = now + REMIND_S
                     self._say(f"waiting for the {where}: {why}")
                 if now > deadline:
-                    raise StartAgainError(
-                        f"{where}: not reached: {why}. Start `atlas train` there, or correct --rendezvous"
-                    ) from None
+                    raise StartAgainError(f"{where}: not reached: {why}. {remedy}") from None
             self._closing.wait(RETRY_S)
 
     def _try(self, where: str) -> None:

@@ -82,7 +82,9 @@ def relay_circuits(workers: RemoteWorkers, shares: Shares) -> None:
     node_of = {role.name: _controller(shares, name.datacenter).node for name, own in shares.items() for role in own}
     workers.handlers["circuits"] = lambda name, news: workers.send_agent(node_of[name], {"rails": [name, news]})
     workers.handlers["tell"] = lambda _node, relayed: workers.send(*relayed)
-    workers.handlers["kept"] = lambda node, why: workers.warn(f"{workers.title(node)} keeps its circuits: {why}")
+    workers.handlers["kept"] = lambda node, why: workers.warn(
+        f"{workers.title(node)} does not change its circuits: {why}"
+    )
 
 
 def _controller(shares: Shares, datacenter: str) -> AgentName:

@@ -25,7 +25,7 @@ from atlas.runtime.data.batches import open_dataset
 from atlas.runtime.models.config import from_spec
 from atlas.runtime.models.huggingface import read_config
 from atlas.runtime.recipe import LearningRate, OptimizerSettings
-from atlas.spec.plan import Plan, PlanSchedule
+from atlas.spec.plan import Plan, PlanSchedule, require_runnable
 from atlas.spec.recipe import FillerRecipe, LearningRateRecipe, OptimizerRecipe, Recipe
 
 STAND_IN_LENGTH = 64
@@ -91,8 +91,8 @@ class TrainOptions:
         cls, plan: Plan | None, schedule: str | None = None, tcp: Literal["one", "many"] | None = None, **others: Any
     ) -> TrainOptions:
         """With the plan's choices where the user made none. Raises AtlasError for a plan that cannot be executed."""
-        if plan is not None and plan.runnable != "yes":
-            raise AtlasError(f"{plan.job.where}: the plan is not runnable: {plan.runnable}")
+        if plan is not None:
+            require_runnable(plan)
         how = PlanSchedule(name="1f1b") if plan is None else plan.schedule
         return cls(schedule or how.name, tcp or how.tcp, budget=how.tries or None, **others)
 

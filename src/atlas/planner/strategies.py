@@ -360,7 +360,7 @@ def exhaustive(search: Search) -> None:
 STRATEGIES: dict[str, tuple[str, Callable[[Search], None]]] = {
     "ours": ("estimate every kind of plan, simulate the best of them (the default)", ours),
     "algorithm1": (
-        "the paper's, with the job's own tp, pp, microbatch and pipelines per cell",
+        "Algorithm 1 of the Atlas paper, with the job's own tp, pp, microbatch and pipelines per cell",
         algorithm1,
     ),
     "exhaustive": ("simulate every candidate, for small clusters", exhaustive),

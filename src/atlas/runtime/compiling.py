@@ -54,7 +54,7 @@ def require_fixed_kernels(backend: str, sums: str) -> None:
     if backend == INDUCTOR and sums != "fast" and found:
         raise AtlasError(
             f"{found[0]}={os.environ[found[0]]} in the environment: kernels that are chosen by timing differ from host "
-            f"to host, and sums: {sums} promises equal bits. Unset it, or train with sums: fast"
+            f"to host, and sums: {sums} requires equal bits. Unset it, or train with sums: fast"
         )
 
 
@@ -102,6 +102,6 @@ def _keep_kernels() -> None:
     mine = root / f"torch-{torch.__version__}"
     others = [folder.name for folder in root.glob("torch-*") if folder != mine]
     if others and not mine.exists():
-        text = "compile: kernels of %s in %s are not used: this is %s"
+        text = "compile: kernels compiled with %s in %s are not used, because this is %s"
         log.warning(text, ", ".join(others), root, mine.name, extra={ONCE: True})
     os.environ[CACHE] = str(mine)

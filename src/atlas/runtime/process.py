@@ -124,7 +124,9 @@ class StopControl:
                 self._next_step = step + self._worker.program.num_iterations
                 return
             if not self._changed.wait_for(lambda: self._is_decided, DECISION_S):
-                raise AtlasError(f"stopped before step {step}, but no last step was sent within {DECISION_S:g} s")
+                raise AtlasError(
+                    f"stopped before step {step}, but the launcher sent no last step within {DECISION_S:g} s"
+                )
 
     def stop(self) -> None:
         with self._changed:

@@ -79,7 +79,7 @@ def _check_replicas(inputs: Inputs, plan: SailorPlan, where: str) -> None:
         if replica.end not in pools:
             rule, remedy = "the trace has no such GPUs", f"Use {', '.join(f'{e.gpu} in {e.zone}' for e in pools)}"
         elif replica.tp > min(replica.gpus_in_vm, inputs.gpus[replica.gpu].gpus_per_node):
-            rule, remedy = "a tensor-parallel group stays in its VM, and a VM in a node", "Lower tp"
+            rule, remedy = "a tensor-parallel group must fit in one VM and in one node", "Lower tp"
         elif (replica.gpu, plan.mbs, replica.tp) not in inputs.times or replica.tp not in inputs.sizes:
             rule = f"{replica.gpu} was not profiled at microbatch {plan.mbs}, tp {replica.tp}"
             remedy = "Use a microbatch and a tp that were profiled"

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field
 
+from atlas.errors import AtlasError
 from atlas.spec.document import Document, Keys, read_yaml
 from atlas.spec.fields import Count, Flag, Frozen, Name, NonNegative, Text
 from atlas.spec.job import MAX_RANKS, Job, Place
@@ -111,6 +112,13 @@ class Plan(Frozen):
 
 
 # ---- reading -----------------------------------------------------------------------------------------------
+def require_runnable(plan: Plan) -> None:
+    """Raise AtlasError for a plan that `atlas train` cannot execute."""
+    if plan.runnable != "yes":
+        why = plan.runnable.removeprefix("no, because ")
+        raise AtlasError(f"{plan.job.where}: `atlas train` cannot execute this plan: {why}. Change that and plan again")
+
+
 def load_job_or_plan(
     path: str | Path, overrides: Sequence[str] = (), *, to_plan: bool = False
 ) -> tuple[Job, Plan | None]:

@@ -156,7 +156,7 @@ def _power(cluster: Cluster, dc: DataCenter, where: Where, key: Keys, derived: b
 def _fabric(cluster: Cluster, dc: DataCenter, fabric: Fabric, where: Where, key: Keys) -> Iterator[SpecError]:
     parts = parts_in(cluster, dc)
     if fabric.kind == "flat-rail" and dc.nodes > parts.switch_ports:
-        rule = f"one switch a rail has {parts.switch_ports} ports for {dc.nodes:,} nodes"
+        rule = f"it has one switch per rail, with {parts.switch_ports} ports, and there are {dc.nodes:,} nodes"
         yield bad(where, (*key, "fabric", "kind"), fabric.kind, rule, "Use rail or fat-tree, or fewer nodes")
     if fabric.kind != "photonic":
         return
@@ -167,7 +167,7 @@ def _fabric(cluster: Cluster, dc: DataCenter, fabric: Fabric, where: Where, key:
             where, (*key, "fabric"), None, rule, f"Use at most {most // ports} nodes, or more optical_switch_ports"
         )
     if fabric.traffic == "all-to-all" and dc.nodes - 1 > ports:
-        rule = f"{ports} circuits a GPU make a ring, and all-to-all over {dc.nodes:,} nodes needs {dc.nodes - 1:,}"
+        rule = f"needs {dc.nodes - 1:,} circuits for each GPU with {dc.nodes:,} nodes, and each GPU has {ports}"
         remedy = "Use kind: rail, or traffic: ring"
         yield bad(where, (*key, "fabric", "traffic"), fabric.traffic, rule, remedy)
     elif ports == 1 and dc.nodes > 2:

@@ -247,5 +247,5 @@ def _check(recipe: Recipe, document: Document, where: str) -> None:
         rule = f"must not exceed learning_rate.peak ({rate.peak:g})"
         raise bad("learning_rate", "final", rate.final, rule, "Lower it")
     if rate.decay == "constant" and rate.final:
-        rule = "has an effect with a decay only"
+        rule = "only has an effect with a decay"
         raise bad("learning_rate", "final", rate.final, rule, "Write decay: cosine, or remove it")

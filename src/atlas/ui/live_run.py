@@ -213,7 +213,7 @@ class LiveRun:
             return
         if timeline is not None and shape_of(timeline.program) != shape_of(self.model.case):
             what = "pipelines, stages, microbatches or placement"
-            self._event("warning", f"the run has other {what} than its job: the prediction is that of the job", None)
+            self._event("warning", f"run and job differ in {what}: the prediction shown is that of the job", None)
         self._predict(self.model)
 
     def _predict(self, model: RunModel, order: str = "first") -> None:

@@ -231,7 +231,7 @@ def _sentence(row: Mapping[str, Any], now: Mapping[str, Any], spent: str) -> str
         first = f"{ratio:.2f}x as many tokens a second as now."
     if not row["fits"]:
         need, cap = row["peak_gib"], row["memory_gib"]
-        first = f"Does not fit: it needs {need:.1f} GiB of a GPU's {cap:.1f} GiB. {first}"
+        first = f"Does not fit: it needs {need:.1f} GiB, and a GPU has {cap:.1f} GiB. {first}"
     return f"{first} {spent}"
 
 

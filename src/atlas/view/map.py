@@ -1,5 +1,5 @@
 """A plan on a schematic map: datacenters laid out by distance, stages inside them, links coloured by load, beside the
-plans that lost and why. One HTML page without scripts and without network requests.
+plans that were not chosen, and why. One HTML page without scripts and without network requests.
 
 Takes the plain scene that `planner.report` makes; `view.places` says where each datacenter is drawn.
 """
@@ -65,14 +65,14 @@ def plan_page(scene: Plain, *, notes: Sequence[str] = ()) -> str:
         front = f'<h2>Time and cost</h2><div class="wide">{chart}</div>'
     said = "".join(f"<p>{html.escape(note)}</p>" for note in notes)
     edges = "".join(f"<li>{html.escape(text)}</li>" for text in scene.get("break_even", ()))
-    edges = f"<h2>The verdict changes with</h2><ul>{edges}</ul>" if edges else ""
+    edges = f"<h2>Break-even points</h2><ul>{edges}</ul>" if edges else ""
     title = f"{scene['title']}: the plan"
     body = (
         f'<p class="soft">{html.escape(title)} <span class="badge">simulated</span></p>'
         f"<h1>{html.escape(scene.get('verdict') or title)}</h1>"
         f'<section>{inputs}<div class="tabs">{tabs}</div><div class="maps">{maps}</div></section>'
         f'<div class="notes">{said}</div>{edges}'
-        f'<h2>The winner and the other plans</h2><p class="soft">{html.escape(scene["told"])}</p>{_table(scene)}{front}'
+        f'<h2>The chosen plan and the others</h2><p class="soft">{html.escape(scene["told"])}</p>{_table(scene)}{front}'
     )
     return page_text(title, style, body)
 
@@ -330,7 +330,9 @@ def _table(scene: Plain) -> str:
     """One row for each plan, with its critical path as a bar."""
     longest = max(row["iteration_s"] for row in scene["rows"][:SHOWN])
     head = "<tr><th>stages in</th><th>parallelism</th><th class=n>GPUs</th><th class=n>iteration</th>"
-    head += ("<th class=n>$/iteration</th>" if scene["priced"] else "") + "<th>critical path</th><th>lost by</th></tr>"
+    head += (
+        "<th class=n>$/iteration</th>" if scene["priced"] else ""
+    ) + "<th>critical path</th><th>why not chosen</th></tr>"
     lines = ""
     for k, row in enumerate(scene["rows"][:SHOWN]):
         bar = "".join(
@@ -343,7 +345,7 @@ def _table(scene: Plain) -> str:
             f"<tr{' class=best' if k == 0 else ''}><td class=where>{html.escape(row['where'])}</td>"
             f"<td>{html.escape(row['how'])}</td><td class=n>{row['num_gpus']:,}</td>"
             f"<td class=n>{html.escape(seconds(row['iteration_s']))}</td>{cost}"
-            f'<td><div class="bar">{bar}</div></td><td>{html.escape(row["lost"] or "the winner")}</td></tr>'
+            f'<td><div class="bar">{bar}</div></td><td>{html.escape(row["lost"] or "chosen")}</td></tr>'
         )
     keys = " ".join(f'<span><i style="background:{color}"></i>{name}</span>' for color, name in PARTS.values())
     return (

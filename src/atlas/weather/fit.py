@@ -75,7 +75,9 @@ def learn(table: PacketTable, method: Method = "auto") -> Learnt:
     explained, followed = (_explained(constants, test, ahead=ahead) for ahead in (True, False))
     warnings += _limits(table, model)
     if followed is not None and followed < 0:
-        warnings.append("the model is worse than the mean delay on the held-out rows: record more, at a higher rate")
+        warnings.append(
+            "the model predicts the held-out rows worse than their mean delay does: record more, at a higher rate"
+        )
     return Learnt(model, explained, followed, warnings)
 
 
@@ -126,10 +128,10 @@ def _piece_warnings(table: PacketTable, pieces: list[tuple[int, int]]) -> list[s
         old, least_ms = _with_method(table.part(*before), "peak"), _least_ns(table.part(*after)) / 1e6
         row = num_rows - len(table.sent_ns) + before[1]
         said.append(
-            f"row {row:,} of {num_rows:,}: the route changed: the least round trip went from {old.rtt_ns / 1e6:.1f} to "
-            f"{least_ms:.1f} ms and stayed. The rows before it are fitted separately ({old.capacity_bps / 1e6:.4g} "
-            f"Mbit/s, cross traffic {100 * old.mean_share:.0f} %); the file has the model of the rows after it. To "
-            "keep the older route, remove the rows after it"
+            f"row {row:,} of {num_rows:,}: the route changed: the shortest round trip went from "
+            f"{old.rtt_ns / 1e6:.1f} to {least_ms:.1f} ms and stayed. The rows before it are fitted separately ("
+            f"{old.capacity_bps / 1e6:.4g} Mbit/s, cross traffic {100 * old.mean_share:.0f} %); the file has the "
+            "model of the rows after it. To keep the older route, remove the rows after it"
         )
     arrived = table.rtt_ns[~table.lost] + table.sent_ns[~table.lost]
     if (overtook := int((np.diff(arrived) < 0).sum())) > 0:

@@ -56,16 +56,16 @@ def build_lanes(
         if lanes:
             return lanes
     missing = _missing_bytes(pattern, costs, sorted({size for sizes in choices for size in sizes}), num_ranks, chunk)
-    wanted = "" if split is None else f" of {' or '.join(map(str, choices[0]))} workers"
+    wanted = "" if split is None else f" of {' or '.join(map(str, choices[0]))} worker{'s' * (choices[0] != [1])}"
     where = [
         f"{dc} has too few workers (or the model too few layers)"
         if least is None
-        else f"in {dc} {scale * least[0] / GIB:.3g} GiB are missing on each of {least[1]} workers"
+        else f"{dc} lacks {scale * least[0] / GIB:.3g} GiB on each worker ({least[1]} per copy)"
         for dc, least in missing.items()
     ]
     raise AtlasError(
-        f"the prefill model fits no lane{wanted}: {', '.join(where)}. Reserve more memory for it (`reserved_gib` in "
-        "the job, --arena-mib of `bubbletea serve`), or split it over another number of workers"
+        f"the prefill model does not fit into the memory{wanted}: {', '.join(where)}. Reserve more memory for it "
+        "(`reserved_gib` in the job, --arena-mib of `bubbletea serve`), or split it over another number of workers"
     )
 
 

@@ -91,7 +91,9 @@ def join(place: ServicePlace, me: WorkerIdentity, transport: list[Any], parts: S
 def _protected(sock: socket.socket, place: ServicePlace, me: WorkerIdentity) -> FrameSocket:
     peer = f"{me.datacenter}/{SERVICE}"
     if place.tls and me.security.credentials is None:
-        raise WorkerError(f"{peer} at {place.address} needs certificates: give training --certs, as the service")
+        raise WorkerError(
+            f"{peer} at {place.address} needs certificates: start training with --certs, as you started the service"
+        )
     if place.tls:
         return secured(sock, me.security, peer)
     if not place.address.startswith("unix:") and not is_loopback(sock.getpeername()[0]):

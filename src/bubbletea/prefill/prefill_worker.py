@@ -146,11 +146,11 @@ class PrefillWorker:
         except TokenRefused as error:
             assert place is not None
             if place == self._refused:
-                self._say(f"the service of {self._me.datacenter} at {place.address} is not joined: {error}")
+                self._say(f"cannot join the service of {self._me.datacenter} at {place.address}: {error}")
             self._refused = place  # at first it may be a new service that is about to write its file
             return False
         except Exception as error:
-            self._say(f"the service of {self._me.datacenter} is not joined: {error}")
+            self._say(f"cannot join the service of {self._me.datacenter}: {error}")
             return False
         try:
             order = WorkerOrder.from_json(link.order)
@@ -164,7 +164,7 @@ class PrefillWorker:
             link.serve(engine, self._set_share)
         except Exception as error:
             link.close()
-            self._say(f"the model of the service of {self._me.datacenter} is not loaded: {error!r}")
+            self._say(f"cannot load the model of the service of {self._me.datacenter}: {error!r}")
             return False
         return True
 

@@ -49,7 +49,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="largest slowdown of training by prefill, as a share",
     )
-    add("--deadline", type=float, default=30.0, metavar="S", help="seconds, for requests without one")
+    add("--deadline", type=float, default=30.0, metavar="S", help="deadline of requests that give none, in seconds")
     aim_flags(parser)
     port_flags(parser)
     page_flags(parser)
@@ -92,7 +92,7 @@ def run_flags(parser: argparse.ArgumentParser) -> None:
         "--folder",
         type=Path,
         metavar="DIR",
-        help="folder where workers find this service: their --filler-folder (default: this user's on this host)",
+        help="folder where workers find this service: their --filler-folder (default: one of this user on this host)",
     )
     add("--workers-host", default="127.0.0.1", metavar="ADDRESS", help="address for workers")
     add("--workers-port", type=PORT, default=0, metavar="PORT", help="port for workers (default: any)")

@@ -95,7 +95,7 @@ def _unknown(name: str, where: str, known: type[BaseModel]) -> ApiError:
 
 def of_refusal(refused: Refused, length: int) -> ApiError:
     if refused.retry_s is None:
-        why = refused.detail or "no lane has bubbles and memory for it"
+        why = refused.detail or "no copy of the model has enough bubbles and memory for it"
         message = f"the prompt has {length} tokens or more: {why}"
         return ApiError(400, message, param="prompt", code="context_length_exceeded")
     status = 503 if refused.reason in ("no-lane", "overcommitted") else 429
@@ -105,4 +105,9 @@ def of_refusal(refused: Refused, length: int) -> ApiError:
 
 
 def of_hand_back(error: HandedBack) -> ApiError:
-    return ApiError(503, f"the admitted request was given up: {error}", code="handed_back", retry_s=HAND_BACK_RETRY_S)
+    return ApiError(
+        503,
+        f"the request was admitted but could not be completed: {error}",
+        code="handed_back",
+        retry_s=HAND_BACK_RETRY_S,
+    )

@@ -118,15 +118,15 @@ class _Readiness:
         if num_lanes == before:
             return
         if num_lanes == 0:
-            print("no lane is left: requests are refused until workers return", flush=True)
+            print("no copy of the model is left: requests are refused until workers return", flush=True)
         elif before == 0 or num_lanes == self._num_all:
-            print(f"ready: {num_lanes} of {self._num_all} lane{'s' * (self._num_all > 1)}", flush=True)
+            print(f"ready: {num_lanes} of {self._num_all} copies of the model", flush=True)
 
 
 def _counted(lanes: list[tuple[str, int]]) -> str:
-    """Lanes of the same datacenter and size, in one part: `4 lanes of 1 worker in east`."""
+    """Lanes of the same datacenter and size, in one part: `4 copies of the model on 1 worker in east`."""
     parts = [
-        f"{count} lane{'s' * (count > 1)} of {size} worker{'s' * (size > 1)} in {dc}"
+        f"{'1 copy' if count == 1 else f'{count} copies'} of the model on {size} worker{'s' * (size > 1)} in {dc}"
         for (dc, size), count in Counter(lanes).items()
     ]
     return ", ".join(parts)

@@ -2,8 +2,8 @@
 
 JOB is a job or a plan file; its training is simulated. TRACE is an Azure LLM inference CSV, a Mooncake JSON-lines file,
 or `synthetic`. With --waits, requests are replayed against the times in which rollouts wait for tools, instead of
-training's bubbles, on the same number of accelerators. The load is a share of the tokens that the bubbles could prefill
-without gaps; the trace is compressed in time to reach it. All times are simulated except those of decisions, which are
+training's bubbles, on the same number of accelerators. A load of 1 would fill the bubbles completely; the trace
+is compressed or stretched in time to reach each --load. All times are simulated except those of decisions, which are
 measured.
 """
 
@@ -47,8 +47,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--policy",
         choices=POLICIES,
         action="append",
-        help="admission: ours, the paper's, or dedicated: on accelerators that only prefill; may be repeated "
-        "(default: all)",
+        help="admission: ours; paper: the BubbleTea paper's; dedicated: ours, on accelerators that only prefill; may "
+        "be repeated (default: all)",
     )
     add(
         "--load",
@@ -76,7 +76,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--chunk", type=whole(16, 65_536), action="append", metavar="N", help="tokens of a chunk; may be repeated")
     add("--cells", type=whole(1, 100_000), default=1, metavar="N", help="DP-cells to replay")
     add("--periods", type=positive, default=4.0, metavar="N", help="training iterations to measure")
-    add("--tenants", type=whole(1, 1000), default=1, metavar="N", help="number of tenants, assigned in turn")
+    add(
+        "--tenants",
+        type=whole(1, 1000),
+        default=1,
+        metavar="N",
+        help="number of tenants, to which requests are assigned in turn",
+    )
     window_flags(parser)
     job_flags(parser)
     add("--json", action="store_true", help="print the figures as JSON")
@@ -90,7 +96,8 @@ def window_flags(parser: argparse.ArgumentParser) -> None:
         "--jitter",
         type=positive,
         metavar="X",
-        help="spread of op and WAN times; windows are learnt and the slowdown is reported",
+        help="random spread of op and WAN times; bubbles are then predicted from earlier iterations, and the slowdown "
+        "of training is reported",
     )
     add(
         "--slowdown",

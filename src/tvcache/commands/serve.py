@@ -2,7 +2,7 @@
 
 It listens on this machine only, unless --host is given; then every request needs a token (--token-file or
 $TVCACHE_TOKEN), and --cert and --key enable HTTPS. Values are written to the log before they are acknowledged, so a
-restarted server has them all. With --peer it also adopts the values of other sites, in the background.
+restarted server has them all. With --peer it also copies the values of other servers, in the background.
 http://127.0.0.1:8765/ shows the tree of calls, /metrics the Prometheus metrics.
 """
 
@@ -45,7 +45,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="if the client that runs a call dies, others wait this many seconds (default 10)",
     )
-    add("--peer", action="append", default=[], metavar="URL", help="another site; may be repeated")
+    add(
+        "--peer",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="address of a server at another site; may be repeated",
+    )
     connection_flags(parser)
 
 

@@ -135,7 +135,9 @@ def test_a_service_comes_late_leaves_and_another_one_comes_with_certificates(
     assert not list((tmp_path / "meet").iterdir())
 
 
-def test_a_refused_worker_is_told_once_and_training_continues(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_refused_worker_prints_why_once_and_training_continues(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     large = replace(SETTINGS, arena_bytes=48 * MIB)
     with service(tmp_path, large), training(tmp_path) as filler:
         assert filler._join() is False
@@ -250,7 +252,7 @@ def test_a_filler_that_cannot_be_used_is_refused_before_the_start(
     assert says in capsys.readouterr().err
 
 
-def test_idle_connections_keep_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_connections_do_not_block_new_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each server keeps few of them, and a worker and a client still get in."""
     monkeypatch.setattr(http, "MAX_WAITING", 40)
     make_ca(tmp_path)

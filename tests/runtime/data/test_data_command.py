@@ -76,7 +76,7 @@ def test_documents_follow_each_other_with_an_end_between(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("length", "sizes"), [(99, [100]), (199, [100, 100]), (249, [100, 100, 50]), (204, [100, 105])]
 )
-def test_shards_are_filled_and_crumbs_join_the_last(tmp_path: Path, length: int, sizes: list[int]) -> None:
+def test_shards_are_filled_and_a_small_rest_joins_the_last(tmp_path: Path, length: int, sizes: list[int]) -> None:
     text = "".join(chr(65 + i % 26) for i in range(length))
     (tmp_path / "a.txt").write_text(text)
     tokenize([tmp_path / "a.txt"], tmp_path / "tokens", ByteTokenizer(), shard_tokens=100)
@@ -112,7 +112,7 @@ def test_bad_input_is_one_message_and_leaves_no_files(tmp_path: Path, capsys: py
     assert not list(tmp_path.glob(".*"))
 
 
-def test_a_tokenizer_without_an_end_asks_for_one(tmp_path: Path, tokenizer_file: Path) -> None:
+def test_a_tokenizer_without_an_end_token_is_refused(tmp_path: Path, tokenizer_file: Path) -> None:
     tokenizer_file.write_text(tokenizer_file.read_text().replace("<|endoftext|>", "<stop>"))
     with pytest.raises(AtlasError, match="--end TOKEN"):
         FileTokenizer(tokenizer_file)

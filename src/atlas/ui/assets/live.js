@@ -101,7 +101,7 @@ function fillEvents(events) {
     make("time", "", clock(event.time), item); make("span", "", event.text, item);
   }
   if (!events.length) make("li", "", isSaved(live.state) ? "A timeline file has no events. Name the folder of a run, or a plan, to see more."
-    : idle(live.state) ? "This job does not run: the page shows its prediction. Press “what if” to change links, GPUs or schedule. Train with --ui to see the run here."
+    : idle(live.state) ? "This job is not running: the page shows its prediction. Press “what if” to change links, GPUs or schedule. Train with --ui to see the run here."
     : "No events yet: connections lost, hosts lost, restarts and new plans are listed here.", list);
   list.dataset.count = events.length;
   if (atEnd) list.scrollTop = 0;

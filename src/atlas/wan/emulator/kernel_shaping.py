@@ -28,7 +28,7 @@ def path_of_node(paths: Paths, node: str) -> PathSpec:
         )
     if own[0].trunk is not None or (own[0].pair_bps is not None and len(own) > 1):
         raise AtlasError(
-            f"node {node!r} shares a trunk or caps several pairs: netem does neither. Leave kernel shaping off"
+            f"node {node!r} shares a trunk or caps several pairs: netem supports neither. Leave kernel shaping off"
         )
     return own[0]
 

@@ -117,7 +117,7 @@ class Security:
             except AtlasError as error:
                 if known is None:
                     raise
-                log.warning("%s; the certificate read before is used", error)
+                log.warning("%s; the previous certificate is still used", error)
                 known = version, known[1]
             self._contexts[protocol] = known
         return known[1]
