@@ -105,7 +105,7 @@ def _best_when_screened(search: Search, entries: list[EstimatedCandidate]) -> No
         search.floors = first.floors
         best = first.best
         if best is not None:  # an interrupt leaves a result
-            search.judged[best.candidate] = best
+            search.keep(best)
     ranking = first.ranking()
     if not ranking:
         return
@@ -167,9 +167,15 @@ class _Queue:
             self._classes.setdefault(_class_of(entry), deque()).append(entry)
         self._above: dict[tuple[int, int], list[float]] = {name: [] for name in self._classes}
         self._priority, self._is_estimate_next = search.priority, True
+        self._promises: dict[tuple[int, int], float] = {}
+        """Of the first candidate of each class that is not empty."""
+        for name in self._classes:
+            self._update(name)
 
     def learn(self, entry: EstimatedCandidate, score: float) -> None:
-        self._above[_class_of(entry)].append(score / self._priority(entry))
+        name = _class_of(entry)
+        self._above[name].append(score / self._priority(entry))
+        self._update(name)
 
     def __iter__(self) -> Iterator[EstimatedCandidate]:
         return self
@@ -178,14 +184,20 @@ class _Queue:
         self._is_estimate_next = not self._is_estimate_next
         if not self._is_estimate_next:
             return next(self._by_estimate)
-        waiting = {name: found[0] for name, found in self._classes.items() if found}
-        if not waiting:
+        if not self._promises:
             raise StopIteration
-        return self._classes[min(waiting, key=lambda name: self._promise(name, waiting[name]))].popleft()
+        name = min(self._promises, key=self._promises.__getitem__)
+        found = self._classes[name].popleft()
+        self._update(name)
+        return found
 
-    def _promise(self, name: tuple[int, int], entry: EstimatedCandidate) -> float:
-        above = self._above[name]
-        return self._priority(entry) * (median(above) if above else 1.0)
+    def _update(self, name: tuple[int, int]) -> None:
+        """After the class or what is known of it has changed."""
+        above, found = self._above[name], self._classes[name]
+        if found:
+            self._promises[name] = self._priority(found[0]) * (median(above) if above else 1.0)
+        else:
+            self._promises.pop(name, None)
 
 
 def _class_of(entry: EstimatedCandidate) -> tuple[int, int]:
