@@ -147,9 +147,7 @@ def _one_placed(space: Space, cluster: ClusterArrays, line: Line, counts: tuple[
     """None where the groups have no path to each other."""
     estimated = line.estimated
     parts = zip(line.members, counts, strict=True)
-    groups = tuple(
-        group_of(cluster, estimated.groups[v], estimated.found.layers_of(v), count) for v, count in parts
-    )
+    groups = tuple(group_of(cluster, estimated.groups[v], estimated.found.layers_of(v), count) for v, count in parts)
     sharing = any(group.pipelines_per_cell > 1 for group in groups)
     frame = estimated.frame
     candidate = Candidate(frame.tp, frame.microbatch, ring(cluster, groups), sharing, space.tcp)

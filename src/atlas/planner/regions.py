@@ -7,6 +7,7 @@ estimates only.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -159,6 +160,10 @@ def _rough(
     if space.datacenters is not None:
         is_kept = np.array([name in space.datacenters for name in cluster.names])
         members = members[((used > 0) == is_kept).all(axis=1)]
+        used = estimated.used[members].sum(axis=1)
+    if space.below < math.inf and objective.minimise == "throughput":
+        most = estimated.batch.replicas * found.floors.most_microbatches(space.below)
+        members = members[most[members].sum(axis=1) >= space.slots(frame.microbatch)]
         used = estimated.used[members].sum(axis=1)
     replicas = estimated.batch.replicas[members]
     period_s, fill_s = (one[members] for one in estimated.line)

@@ -62,7 +62,7 @@ MOST_OF_ALL, EVENTS_OF_ALL = 3 * MOST, 3 * PLAYED_EVENTS
 def ours(search: Search) -> None:
     """Estimate widely, simulate the few that matter: of every kind of plan those whose floor is lower than the best of
     that kind. Where the simulations suffice for all of them, no candidate that was estimated is better."""
-    known = _algorithm1_entries(search)[: 1 if search.tries else 2]
+    known = _wanted(search, _algorithm1_entries(search)[: 1 if search.tries else 2])
     space, cluster, goal = search.space, search.cluster, search.objective
     alone, looked, worth = single_groups(space, cluster, goal, search.tick)
     few = [*known, *alone[:1]]
@@ -76,18 +76,23 @@ def ours(search: Search) -> None:
     if space.is_kind("data"):
         apart, more = several_groups(space, cluster, goal, worth, search.tick, by_floor=by_floor)
     search.num_estimated += looked + more
-    entries = [*known, *alone, *apart]
+    entries = [*known, *alone, *_wanted(search, apart)]
     if is_large:
         _best_when_screened(search, entries)
         return
     _best_of_each_kind(search, entries)
     _improve(search)
     _improve(search, "pipeline")
-    for entry in _front([*alone, *apart]):
+    for entry in _front(entries[len(known) :]):
         if not search.is_spent:
             search.simulate(entry.candidate)
     if by_floor:
         _best_of_all(search, entries)
+
+
+def _wanted(search: Search, entries: list[EstimatedCandidate]) -> list[EstimatedCandidate]:
+    """Those that may score low enough."""
+    return [entry for entry in entries if entry.floor < search.space.below]
 
 
 def _best_when_screened(search: Search, entries: list[EstimatedCandidate]) -> None:
