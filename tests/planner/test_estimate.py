@@ -14,10 +14,11 @@ from plan_jobs import job_of, random_job
 from atlas.cost.cluster_arrays import cluster_arrays
 from atlas.errors import InfeasibleError
 from atlas.planner.candidate import Candidate, Group
+from atlas.planner.groups import deal
 from atlas.planner.judge import judge
 from atlas.planner.objective import Objective
 from atlas.planner.pool import single_groups, useful_replicas
-from atlas.planner.regions import deal, several_groups
+from atlas.planner.regions import several_groups
 from atlas.planner.run import start
 from atlas.planner.shapes import compositions
 from atlas.planner.space import space_of
@@ -75,8 +76,9 @@ def test_no_other_deal_of_microbatches_ends_sooner(groups: list[tuple[int, float
     def ends(counts: Sequence[int]) -> float:
         return max(f + (n - 1) * p for f, p, n in zip(fill, period, counts, strict=True))
 
-    counts = deal(slots, replicas, fill, period)
-    if counts is None:
+    lines = (np.array([part]) for part in (replicas, fill, period))
+    counts = deal(np.array([slots]), *lines)[0].tolist()
+    if not all(counts):
         return
     assert sum(r * n for r, n in zip(replicas, counts, strict=True)) >= slots
     every = product(range(1, slots + 1), repeat=len(groups))

@@ -17,7 +17,7 @@ from atlas.errors import AtlasError
 from atlas.planner.candidate import kind_of
 from atlas.planner.families import Families, faster_links, score
 from atlas.planner.pool import Tick
-from atlas.planner.run import Planned, make_plan
+from atlas.planner.run import Planned, finds_better, make_plan
 from atlas.spec import Job
 from atlas.spec.job import Route
 
@@ -79,22 +79,34 @@ class _Asker:
 
     def best(self, job: Job, kind: str) -> float:
         """The score of the best plan of a kind; infinite without one."""
-        if time.process_time() > self.until:
-            raise TimeoutError
-        if self.tick is not None:
-            self.tick("break-even", self.asked, 0)
-        self.asked += 1
+        self._count()
         batch = self.planned.space.sequences
         try:
             found = make_plan(job, objective=self.planned.objective, global_batch=batch, tries=0, kind=kind)
         except AtlasError:
             return math.inf
-        by = self.searched if kind == "pipeline" else 1.0
-        return score(self.planned, found.winner) * by
+        return score(self.planned, found.winner)
 
     def winners(self, job: Job, alone: float, kinds: Iterable[str] = ACROSS) -> Iterator[str]:
-        """The kinds of these whose best plan beats one region."""
-        return (kind for kind in kinds if self.best(job, kind) < alone)
+        """The kinds of these with a plan that beats one region."""
+        return (kind for kind in kinds if self._wins(job, kind, alone))
+
+    def _wins(self, job: Job, kind: str, alone: float) -> bool:
+        self._count()
+        planned, by = self.planned, self.searched if kind == "pipeline" else 1.0
+        try:
+            return finds_better(
+                job, alone / by, objective=planned.objective, global_batch=planned.space.sequences, kind=kind
+            )
+        except AtlasError:
+            return False
+
+    def _count(self) -> None:
+        if time.process_time() > self.until:
+            raise TimeoutError
+        if self.tick is not None:
+            self.tick("break-even", self.asked, 0)
+        self.asked += 1
 
 
 def break_even(

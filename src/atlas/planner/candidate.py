@@ -54,8 +54,7 @@ class Group:
     @cached_property
     def stage_of(self) -> tuple[int, ...]:
         """The stage of each piece of the model: embedding, layers, LM head."""
-        layers = [stage for stage, count in enumerate(self.layers_per_stage) for _ in range(count)]
-        return (0, *layers, self.pp - 1)
+        return stage_of_pieces(self.layers_per_stage)
 
     @property
     def stage_dc(self) -> tuple[str, ...]:
@@ -65,6 +64,12 @@ class Group:
     def num_hops(self) -> int:
         """Boundaries that cross the WAN."""
         return len(self.places) - 1
+
+
+def stage_of_pieces(layers_per_stage: tuple[int, ...]) -> tuple[int, ...]:
+    """By piece of the model: embedding, layers, LM head."""
+    layers = [stage for stage, count in enumerate(layers_per_stage) for _ in range(count)]
+    return (0, *layers, len(layers_per_stage) - 1)
 
 
 @dataclass(frozen=True)
@@ -104,6 +109,13 @@ class Candidate:
     def num_datacenters(self) -> int:
         return len(self.gpus)
 
+    @cached_property
+    def kind(self) -> str:
+        """Which of `KINDS` it is."""
+        if self.num_datacenters == 1:
+            return "one"
+        return "pipeline" if len(self.groups) == 1 else "data"
+
     def job(self, job: Job, index: int = 0) -> Job:
         """The job that one group is: what `cost`, `sim` and `schedules` take."""
         group = self.groups[index]
@@ -139,6 +151,4 @@ KINDS = {
 
 def kind_of(candidate: Candidate) -> str:
     """Which of `KINDS` a candidate is."""
-    if candidate.num_datacenters == 1:
-        return "one"
-    return "pipeline" if len(candidate.groups) == 1 else "data"
+    return candidate.kind

@@ -8,7 +8,7 @@ stage without a pause, which no order can beat. Refuses clusters on which this w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import combinations, pairwise, permutations, product
+from itertools import combinations, groupby, pairwise, permutations, product
 
 import numpy as np
 
@@ -17,11 +17,11 @@ from atlas.cost.model_arrays import microbatch_s
 from atlas.errors import SpecError
 from atlas.planner.candidate import Candidate
 from atlas.planner.estimate import Batch, estimate
+from atlas.planner.groups import deal
 from atlas.planner.judge import rent_usd_per_s
 from atlas.planner.meet import ring
 from atlas.planner.objective import MISSED, Objective
 from atlas.planner.pool import Frame, Variant, cell_sizes, depths, frames, group_of
-from atlas.planner.regions import deal
 from atlas.planner.shapes import compositions
 from atlas.planner.space import Space
 from atlas.planner.split import busy_seconds
@@ -53,17 +53,17 @@ def _of_depth(
     known = estimate(space, cluster, frame.model, batch)
     fitting = [v for v in range(len(single)) if known.fits[v]]
     slots = space.slots(frame.microbatch)
-    for members in _sets(space, cluster, single, fitting, limit):
-        fill, period = ([float(a[v]) for v in members] for a in (known.fill_s, known.period_s))
-        counts = deal(slots, [single[v][1] for v in members], fill, period)
-        if counts is None:
-            continue
-        groups = tuple(
-            group_of(cluster, single[v], known.layers_of(v), count) for v, count in zip(members, counts, strict=True)
-        )
-        sharing = any(single[v][2] > 1 for v in members)
-        candidate = Candidate(frame.tp, frame.microbatch, ring(cluster, groups), sharing, space.tcp)
-        yield candidate, _floor(cluster, frame, candidate)
+    for _, same_size in groupby(_sets(space, cluster, single, fitting, limit), key=len):
+        sets = np.array(list(same_size), np.int64)
+        counts = deal(np.full(len(sets), slots), batch.replicas[sets], known.fill_s[sets], known.period_s[sets])
+        for members, own in zip(sets.tolist(), counts.tolist(), strict=True):
+            if not all(own):
+                continue
+            parts = zip(members, own, strict=True)
+            groups = tuple(group_of(cluster, single[v], known.layers_of(v), count) for v, count in parts)
+            sharing = any(single[v][2] > 1 for v in members)
+            candidate = Candidate(frame.tp, frame.microbatch, ring(cluster, groups), sharing, space.tcp)
+            yield candidate, _floor(cluster, frame, candidate)
 
 
 def _variants(space: Space, cluster: ClusterArrays, frame: Frame, depth: int, limit: int) -> Iterator[Variant]:

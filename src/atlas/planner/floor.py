@@ -67,6 +67,12 @@ class Floors:
         stay = forward + away + inner
         return np.asarray(np.maximum(done, head + count * stay / held + weight))
 
+    def most_microbatches(self, below_s: float) -> Ints:
+        """[v]: an upper limit of the microbatches per pipeline with which an order takes less than this. Only of the
+        argument that each stage computes without a pause."""
+        work = (self.forward_s + self.recompute_s + self.input_s + self.weight_s)[self.sort]
+        return np.asarray(np.floor((below_s - self.closing_s) / work).min(axis=1).clip(0), np.int64)
+
     def iteration_s(self, v: Ints, num_mb: Ints, between_s: Floats | float = 0.0) -> Floats:
         """[.]: with the all-reduce, the optimizer, and `between_s` [., s] for the sum between several groups."""
         return np.asarray((self.done_s(v, num_mb) + self.closing_s[v] + between_s).max(axis=1))

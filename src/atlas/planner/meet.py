@@ -12,7 +12,7 @@ the time. Knows bytes and rates; `judge` knows when stages finish.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ import numpy as np
 
 from atlas.cost.cluster_arrays import ClusterArrays, Floats, Ints, cluster_arrays, path_bps
 from atlas.cost.model_arrays import model_arrays
-from atlas.planner.candidate import Candidate, Group
+from atlas.planner.candidate import Candidate, Group, stage_of_pieces
 from atlas.spec import Job
 
 
@@ -58,17 +58,20 @@ def _neighbours(groups: Sequence[Group]) -> Iterator[tuple[Group, Group]]:
 
 
 # ---- who sends what ------------------------------------------------------------------------------------------------
-@dataclass(frozen=True, eq=False)
-class SentSlices:
-    """What the workers of one group send to the next, by pair of workers that have the same values."""
+class LaneBytes(NamedTuple):
+    """What the workers of one group send to the next from one datacenter to another; of the values themselves, once."""
 
-    num_bytes: Floats
-    """Of the values themselves, once."""
-    src_dc: Ints
-    dst_dc: Ints
-    src_node: Ints
-    """Within its datacenter."""
-    dst_node: Ints
+    most_of_src: float
+    """Of the node that sends most."""
+    most_of_dst: float
+    """Of the node that receives most."""
+    most_of_pair: float
+    """Of the pair of nodes with most."""
+    total: float
+
+
+_Cut = tuple[tuple[tuple[int, int], ...], tuple[int, ...], int]
+"""All of a group that its share of the values depends on: places by number, layers per stage, replicas."""
 
 
 class _Owners(NamedTuple):
@@ -79,25 +82,57 @@ class _Owners(NamedTuple):
     node: Ints
 
 
-def _owners(cluster: ClusterArrays, piece_bytes: Floats, group: Group, tp: int) -> _Owners:
+@lru_cache(maxsize=4096)
+def _owners(pieces: tuple[float, ...], per_node: tuple[int, ...], cut: _Cut) -> _Owners:
     """Each pipeline owns an equal slice of each stage. Nodes are filled one after the other, pipeline by pipeline."""
-    replicas = np.arange(group.replicas)
-    stage_bytes = np.bincount(np.array(group.stage_of), weights=piece_bytes, minlength=group.pp)
+    places, layers_per_stage, num_replicas = cut
+    replicas, num_stages = np.arange(num_replicas), len(layers_per_stage)
+    stage_bytes = np.bincount(np.array(stage_of_pieces(layers_per_stage)), weights=pieces, minlength=num_stages)
     begin = np.concatenate([[0.0], np.cumsum(stage_bytes)[:-1]])
-    first = begin[:, None] + stage_bytes[:, None] * replicas / group.replicas
-    dc = np.array([cluster.index[name] for name in group.stage_dc], np.int64)
-    here = np.array([np.count_nonzero(dc[:s] == dc[s]) for s in range(group.pp)], np.int64)
-    number = replicas * np.bincount(dc, minlength=cluster.num_dcs)[dc][:, None] + here[:, None]
-    per_node = np.maximum(1, cluster.gpus_per_node // tp)
-    return _Owners(first.ravel(), np.repeat(dc, group.replicas), (number // per_node[dc][:, None]).ravel())
+    first = begin[:, None] + stage_bytes[:, None] * replicas / num_replicas
+    dc = np.array([i for i, stages in places for _ in range(stages)], np.int64)
+    here = np.array([np.count_nonzero(dc[:s] == dc[s]) for s in range(num_stages)], np.int64)
+    number = replicas * np.bincount(dc)[dc][:, None] + here[:, None]
+    node = number // np.array(per_node)[dc][:, None]
+    return _Owners(first.ravel(), np.repeat(dc, num_replicas), node.ravel())
 
 
-def sent_slices(cluster: ClusterArrays, piece_bytes: Floats, one: Group, other: Group, tp: int) -> SentSlices:
-    src, dst = (_owners(cluster, piece_bytes, group, tp) for group in (one, other))
+@lru_cache(maxsize=16_384)  # the same lines of groups are priced for several links and microbatch sizes
+def _lane_bytes(
+    pieces: tuple[float, ...], per_node: tuple[int, ...], one: _Cut, other: _Cut
+) -> dict[tuple[int, int], LaneBytes]:
+    src, dst = (_owners(pieces, per_node, cut) for cut in (one, other))
     edges = np.union1d(src.first_byte, dst.first_byte)
-    num_bytes = np.diff(np.append(edges, piece_bytes.sum()))
+    num_bytes = np.diff(np.append(edges, np.sum(pieces)))
     a, b = (np.searchsorted(owners.first_byte, edges, "right") - 1 for owners in (src, dst))
-    return SentSlices(num_bytes, src.dc[a], dst.dc[b], src.node[a], dst.node[b])
+    src_dc, dst_dc, src_node, dst_node = src.dc[a], dst.dc[b], src.node[a], dst.node[b]
+    found = {}
+    for i, j in sorted({*zip(src_dc.tolist(), dst_dc.tolist(), strict=True)}):
+        mine = (src_dc == i) & (dst_dc == j)
+        own, at_src, at_dst = num_bytes[mine], src_node[mine], dst_node[mine]
+        pairs = np.unique(at_src * (int(at_dst.max()) + 1) + at_dst, return_inverse=True)[1]
+        nodes = (at_src, at_dst, pairs)
+        found[i, j] = LaneBytes(*(_most(own, node) for node in nodes), float(own.sum()))
+    return found
+
+
+def _most(num_bytes: Floats, at: Ints) -> float:
+    """The largest sum of what has the same number."""
+    return float(np.bincount(at, weights=num_bytes).max())
+
+
+def sent_bytes(
+    cluster: ClusterArrays, piece_bytes: Floats, one: Group, other: Group, tp: int
+) -> dict[tuple[int, int], LaneBytes]:
+    """By datacenters, from one to another: what the workers of one group send to those of the next that have the same
+    values."""
+    per_node = tuple(np.maximum(1, cluster.gpus_per_node // tp).tolist())
+    return _lane_bytes(tuple(piece_bytes.tolist()), per_node, _cut(cluster, one), _cut(cluster, other))
+
+
+def _cut(cluster: ClusterArrays, group: Group) -> _Cut:
+    places = tuple([(cluster.index[name], stages) for name, stages in group.places])
+    return places, group.layers_per_stage, group.replicas
 
 
 # ---- how long it takes ---------------------------------------------------------------------------------------------
@@ -107,30 +142,20 @@ def lanes_s(cluster: ClusterArrays, piece_bytes: Floats, candidate: Candidate) -
     found: dict[tuple[int, int], float] = {}
     share = _share(len(candidate.groups))
     for one, other in _neighbours(candidate.groups):
-        sent = sent_slices(cluster, piece_bytes, one, other, candidate.tp)
-        for i, j in sorted({*zip(sent.src_dc.tolist(), sent.dst_dc.tolist(), strict=True)}):
-            mine = (sent.src_dc == i) & (sent.dst_dc == j)
-            seconds = share * _lane_s(cluster, candidate, (i, j), sent, mine)
-            found[i, j] = max(found.get((i, j), 0.0), seconds)
+        for pair, sent in sent_bytes(cluster, piece_bytes, one, other, candidate.tp).items():
+            seconds = share * _lane_s(cluster, candidate, pair, sent)
+            found[pair] = max(found.get(pair, 0.0), seconds)
     return found
 
 
-def _lane_s(cluster: ClusterArrays, candidate: Candidate, pair: tuple[int, int], sent: SentSlices, mine: Ints) -> float:
-    bits = sent.num_bytes[mine] * 8
-    src, dst = sent.src_node[mine], sent.dst_node[mine]
-    ends = [_most(bits, node) / float(cluster.net_bps[dc]) for node, dc in zip((src, dst), pair, strict=True)]
+def _lane_s(cluster: ClusterArrays, candidate: Candidate, pair: tuple[int, int], sent: LaneBytes) -> float:
+    ends = [8 * most / float(cluster.net_bps[dc]) for most, dc in zip(sent[:2], pair, strict=True)]
     if pair[0] == pair[1]:
         return max(ends)
     if not cluster.joined[pair]:
         return np.inf
-    path = _most(bits, src * (int(dst.max()) + 1) + dst) / float(path_bps(cluster, *pair, candidate.tcp))
-    return max(*ends, path, float(bits.sum()) / float(cluster.trunk_bps[pair]))
-
-
-def _most(bits: Floats, at: Ints) -> float:
-    """The largest sum of what has the same number."""
-    _, number = np.unique(at, return_inverse=True)
-    return float(np.bincount(number, weights=bits).max())
+    path = 8 * sent.most_of_pair / float(path_bps(cluster, *pair, candidate.tcp))
+    return max(*ends, path, 8 * sent.total / float(cluster.trunk_bps[pair]))
 
 
 def meeting_s(cluster: ClusterArrays, piece_bytes: Floats, candidate: Candidate) -> list[Floats] | None:
@@ -143,21 +168,22 @@ def meeting_s(cluster: ClusterArrays, piece_bytes: Floats, candidate: Candidate)
     lanes = lanes_s(cluster, piece_bytes, candidate)
     if not all(np.isfinite(seconds) for seconds in lanes.values()):
         return None
-    piece_s, latency_s = np.zeros((2, len(piece_bytes)))
+    lane_s, piece_s, latency_s = np.zeros_like(cluster.latency_s), *np.zeros((2, len(piece_bytes)))
+    for pair, seconds in lanes.items():
+        lane_s[pair] = seconds
     for one, other in _neighbours(candidate.groups):
-        for piece, pair in enumerate(zip(_piece_dc(cluster, one), _piece_dc(cluster, other), strict=True)):
-            # A piece may be divided between lanes: it ends with that of its stage.
-            piece_s[piece] = max(piece_s[piece], lanes.get(pair, 0.0))
-            latency_s[piece] = max(latency_s[piece], float(cluster.latency_s[pair]))
+        at = _piece_dc(cluster, one), _piece_dc(cluster, other)
+        # A piece may be divided between lanes: it ends with that of its stage.
+        piece_s, latency_s = np.maximum(piece_s, lane_s[at]), np.maximum(latency_s, cluster.latency_s[at])
     piece_s += num_rounds(count) * latency_s
     for group, stage_s in zip(candidate.groups, found, strict=True):
         np.maximum.at(stage_s, np.array(group.stage_of), piece_s)
     return found
 
 
-def _piece_dc(cluster: ClusterArrays, group: Group) -> list[int]:
-    dc = [cluster.index[name] for name in group.stage_dc]
-    return [dc[stage] for stage in group.stage_of]
+def _piece_dc(cluster: ClusterArrays, group: Group) -> Ints:
+    dc = np.array([cluster.index[name] for name in group.stage_dc], np.int64)
+    return dc[np.array(group.stage_of)]
 
 
 def started_s(candidate: Candidate, done_s: list[Floats]) -> list[Floats]:
@@ -228,9 +254,8 @@ def meeting_usd(
     if count == 1:
         return 0.0, sent
     for one, other in [*pairwise(candidate.groups), (candidate.groups[-1], candidate.groups[0])]:
-        found = sent_slices(cluster, piece_bytes, one, other, candidate.tp)
-        for i, j, n in zip(found.src_dc.tolist(), found.dst_dc.tolist(), found.num_bytes.tolist(), strict=True):
+        for (i, j), lane in sent_bytes(cluster, piece_bytes, one, other, candidate.tp).items():
             pair = (cluster.names[i], cluster.names[j])
-            sent[pair] = sent.get(pair, 0.0) + _share(count) * n
+            sent[pair] = sent.get(pair, 0.0) + _share(count) * lane.total
     usd = sum(n * float(cluster.usd_per_byte[cluster.index[a], cluster.index[b]]) for (a, b), n in sent.items())
     return usd, sent

@@ -114,7 +114,8 @@ def useful_replicas(slots: int, most: int) -> list[int]:
 def single_groups(
     space: Space, cluster: ClusterArrays, objective: Objective, tick: Tick | None = None
 ) -> tuple[list[EstimatedCandidate], int, list[Frame]]:
-    """The best of every batch, best first; how many were estimated; the frames whose microbatch size may be the best.
+    """The best of every batch, best first; how many were estimated; the frames whose microbatch size may be the best:
+    all of them where no candidate of one group is wanted.
 
     Larger microbatches are tried as long as they do not make things worse: the time of a layer per sequence falls or
     stays, bubbles and memory grow, so there is one best size.
@@ -130,7 +131,7 @@ def single_groups(
         if frame.tp in ended:
             continue
         found: list[EstimatedCandidate] = []
-        for depth in depths(space, cluster, frame):
+        for depth in depths(space, cluster, frame) if space.kind != "data" else ():
             batch = variants(space, frame, depth)
             if batch is not None:
                 values = estimate(space, cluster, frame.model, batch)
@@ -160,7 +161,7 @@ def _is_better(found: list[EstimatedCandidate], tp: int, best: dict[tuple[int, s
 
 
 def variants(space: Space, frame: Frame, depth: int) -> Batch | None:
-    """All (shape, replicas, cell) of one depth."""
+    """All (shape, replicas, cell) of one depth, of the kinds that are wanted."""
     index: dict[Shape, int] = {}
     numbered: dict[int, tuple[Ints, Ints]] = {}
     columns: list[Ints] = []
@@ -169,8 +170,9 @@ def variants(space: Space, frame: Frame, depth: int) -> Batch | None:
         cells = np.array(cell_sizes(space, replicas), np.int64)
         shapes = frame.shapes.of(depth, replicas)
         if id(shapes) not in numbered:
-            at = np.array([index.setdefault(shape, len(index)) for shape in shapes], np.int64)
-            numbered[id(shapes)] = at, np.array([len(shape) > 1 for shape in shapes], bool)
+            wanted = [shape for shape in shapes if space.is_kind("one" if len(shape) == 1 else "pipeline")]
+            at = np.array([index.setdefault(shape, len(index)) for shape in wanted], np.int64)
+            numbered[id(shapes)] = at, np.array([len(shape) > 1 for shape in wanted], bool)
         at, crosses = numbered[id(shapes)]
         # In one datacenter there is nothing to share: only the smallest cell is tried.
         count = np.where(crosses, len(cells), min(1, len(cells)))
@@ -195,7 +197,9 @@ def kept(
 ) -> list[EstimatedCandidate]:
     """The best variants of a batch that fit, in one region and across regions: by estimate and by floor."""
     is_alone = np.array([len(shape) == 1 for shape in batch.shapes])[batch.shape]
-    fits = found.fits & np.where(is_alone, space.is_kind("one"), space.is_kind("pipeline"))
+    fits = found.fits.copy()
+    if space.below < math.inf:
+        fits &= floors(space, objective, found, np.arange(len(fits))) < space.below
     score = np.where(fits, objective.score(found.iteration_s, found.usd, space.tokens, SLACK), np.inf)
     floor = np.full_like(score, np.inf)
     used = np.zeros((len(score), 0), np.int64)

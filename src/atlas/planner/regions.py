@@ -1,27 +1,26 @@
 """Candidates with data parallelism over regions: several groups of pipelines, which sum their gradients once an
 iteration.
 
-`lines` finds groups that go together. Here each line gets a rough score, the best are priced in full, and microbatches
-are distributed so that all groups finish together. Uses estimates only.
+`lines` finds groups that go together. Here each line gets a rough score, and `groups` prices the best in full. Uses
+estimates only.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
 from atlas.cost.cluster_arrays import ClusterArrays, Floats, Ints, all_nodes_bps
-from atlas.planner.candidate import Candidate
-from atlas.planner.estimate import Batch, Estimate, estimate
-from atlas.planner.judge import wan_traffic
+from atlas.planner.estimate import Batch, estimate
+from atlas.planner.groups import EstimatedGroups, Line, priced_lines
 from atlas.planner.lines import combined, every_group, room_of, tour_lines
-from atlas.planner.meet import meeting_s, num_rounds, ring
+from atlas.planner.meet import num_rounds
 from atlas.planner.nested import nested_best, workers_used
 from atlas.planner.objective import Objective
-from atlas.planner.pool import SLACK, EstimatedCandidate, Frame, Tick, Variant, depths, floor_score, group_of
+from atlas.planner.pool import SLACK, EstimatedCandidate, Frame, Tick, depths
 from atlas.planner.shapes import FEW_DCS, FEW_WORKERS, alike
 from atlas.planner.space import Space
 
@@ -38,47 +37,10 @@ MOST_LINES = 10_000
 
 
 @dataclass(frozen=True, eq=False)
-class _EstimatedGroups:
-    """The estimates of every group of one frame and depth."""
-
-    frame: Frame
-    batch: Batch
-    found: Estimate
-    groups: list[Variant]
-    used: Ints
-    """[v, i]: workers."""
-    by_floor: bool
-    """Whether plans are compared under searched orders, which come close to their floors."""
-
-    @cached_property
-    def line(self) -> tuple[Floats, Floats]:
-        """[v]: period and fill, such that n microbatches take about fill + (n - 1) periods. Of floors where these
-        count: several groups have about half of the microbatches each that a group alone has."""
-        found = self.found
-        if not self.by_floor:
-            return found.period_s, found.fill_s
-        every, half = np.arange(len(found.period_s)), (found.num_microbatches + 1) // 2
-        more = np.maximum(found.num_microbatches, half + 1)
-        half_s, more_s = (found.floors.done_s(every, count).max(axis=1) for count in (half, more))
-        period_s = (more_s - half_s) / (more - half)
-        return period_s, half_s - (half - 1) * period_s
-
-    @cached_property
-    def first_dc(self) -> Ints:
-        """[v]: where stage 0 is."""
-        return np.array([shape[0][0] for shape, _, _ in self.groups], np.int64)
-
-    @cached_property
-    def most_stages(self) -> Ints:
-        """[v]: in one datacenter."""
-        return np.array([max(stages for _, stages in shape) for shape, _, _ in self.groups], np.int64)
-
-
-@dataclass(frozen=True, eq=False)
 class _Scored:
     """Lines of groups with their rough scores."""
 
-    estimated: _EstimatedGroups
+    estimated: EstimatedGroups
     members: Ints
     """[n, g]: numbers of groups."""
     score: Floats
@@ -114,11 +76,8 @@ def several_groups(
         for depth in depths(space, cluster, frame):
             scored += _scored(space, cluster, objective, frame, depth, by_floor)
     keep = (KEEP if cluster.num_dcs <= FEW_DCS else KEEP_OF_MANY) * (10 if space.kind == "data" else 1)
-    entries = [
-        entry_of(space, cluster, objective, scored[k].estimated, scored[k].members[n].tolist())
-        for k, n in _best(cluster, scored, keep)
-    ]
-    best = sorted((e for e in entries if e is not None), key=lambda entry: entry.score)
+    lines = [Line(scored[k].estimated, tuple(scored[k].members[n].tolist())) for k, n in _best(cluster, scored, keep)]
+    best = sorted(priced_lines(space, cluster, objective, lines), key=lambda entry: entry.score)
     return best, sum(len(one.score) for one in scored)
 
 
@@ -159,7 +118,7 @@ def _scored(
     batch = Batch(frame.tp, frame.microbatch, depth, list(shapes), rows[:, 0], rows[:, 1], rows[:, 2])
     found = estimate(space, cluster, frame.model, batch)
     used = workers_used(cluster, batch.shapes, batch.shape, batch.replicas)
-    estimated = _EstimatedGroups(frame, batch, found, list(groups), used, by_floor)
+    estimated = EstimatedGroups(frame, batch, found, list(groups), used, by_floor)
     lines = [*combined(_best_groups(space, estimated, {dcs: [at[g] for g in one] for dcs, one in by_dcs.items()}))]
     lines += _prefixes([[at[group] for group in line if found.fits[at[group]]] for line in along])
     for members in lines:
@@ -169,7 +128,7 @@ def _scored(
 
 
 def _best_groups(
-    space: Space, estimated: _EstimatedGroups, by_dcs: dict[frozenset[int], list[int]]
+    space: Space, estimated: EstimatedGroups, by_dcs: dict[frozenset[int], list[int]]
 ) -> dict[frozenset[int], Ints]:
     """Of the groups in the same datacenters those that would be the first to finish half of an iteration."""
     period_s, fill_s = estimated.line
@@ -193,7 +152,7 @@ def _prefixes(lines: Sequence[list[int]]) -> Iterator[Ints]:
 
 
 def _rough(
-    space: Space, cluster: ClusterArrays, objective: Objective, estimated: _EstimatedGroups, members: Ints
+    space: Space, cluster: ClusterArrays, objective: Objective, estimated: EstimatedGroups, members: Ints
 ) -> _Scored:
     """The groups finish together; then their gradients pass the slowest lane."""
     frame, found = estimated.frame, estimated.found
@@ -201,6 +160,10 @@ def _rough(
     if space.datacenters is not None:
         is_kept = np.array([name in space.datacenters for name in cluster.names])
         members = members[((used > 0) == is_kept).all(axis=1)]
+        used = estimated.used[members].sum(axis=1)
+    if space.below < math.inf and objective.minimise == "throughput":
+        most = estimated.batch.replicas * found.floors.most_microbatches(space.below)
+        members = members[most[members].sum(axis=1) >= space.slots(frame.microbatch)]
         used = estimated.used[members].sum(axis=1)
     replicas = estimated.batch.replicas[members]
     period_s, fill_s = (one[members] for one in estimated.line)
@@ -224,52 +187,3 @@ def _rough(
     usd = iteration_s * found.usd_per_s[members].sum(axis=1)
     score = np.asarray(objective.score(iteration_s, usd, space.tokens, SLACK))
     return _Scored(estimated, members, score, used * frame.tp)
-
-
-def deal(slots: int, replicas: Sequence[int], fill_s: Sequence[float], period_s: Sequence[float]) -> list[int] | None:
-    """Microbatches per pipeline of each group such that the last group finishes as early as possible; None where a
-    group would have none."""
-    low, high = 0.0, max(f + p * slots for f, p in zip(fill_s, period_s, strict=True))
-    counts = [slots] * len(replicas)
-    for _ in range(60):
-        middle = (low + high) / 2
-        tried = [int((middle - f) / p) + 1 if middle >= f else 0 for f, p in zip(fill_s, period_s, strict=True)]
-        if sum(r * n for r, n in zip(replicas, tried, strict=True)) >= slots:
-            high, counts = middle, tried
-        else:
-            low = middle
-    for k in sorted(range(len(counts)), key=lambda k: -replicas[k]):
-        while counts[k] > 1 and sum(r * n for r, n in zip(replicas, counts, strict=True)) - replicas[k] >= slots:
-            counts[k] -= 1
-    return counts if all(counts) else None
-
-
-def entry_of(
-    space: Space, cluster: ClusterArrays, objective: Objective, estimated: _EstimatedGroups, members: list[int]
-) -> EstimatedCandidate | None:
-    """The candidate with these groups. The sum between groups is priced as in `judge`."""
-    frame, found = estimated.frame, estimated.found
-    line = [estimated.groups[v] for v in members]
-    period, fill = (one[members].tolist() for one in estimated.line)
-    counts = deal(space.slots(frame.microbatch), [replicas for _, replicas, _ in line], fill, period)
-    if counts is None:
-        return None
-    parts = zip(line, members, counts, strict=True)
-    groups = ring(cluster, tuple(group_of(cluster, group, found.layers_of(v), count) for group, v, count in parts))
-    sharing = any(group.pipelines_per_cell > 1 for group in groups)
-    candidate = Candidate(frame.tp, frame.microbatch, groups, sharing, space.tcp)
-    between = meeting_s(cluster, frame.model.gradient_bytes, candidate)
-    if between is None:
-        return None
-    ends = [f + (n - 1) * p for f, p, n in zip(fill, period, counts, strict=True)]
-    iteration_s = max(ends) + max(float(found.closing_s[v]) for v in members) + max(float(one.max()) for one in between)
-    floor_s = max(
-        float(found.floors.iteration_s(np.array([v]), np.array([n]), own)[0])
-        for v, n, own in zip(members, counts, between, strict=True)
-    )
-    rent = sum(float(found.usd_per_s[v]) for v in members)
-    egress = wan_traffic(space, cluster, frame.model.gradient_bytes, candidate)[0]
-    usd = iteration_s * rent + egress
-    floor = floor_score(space, objective, floor_s, floor_s * rent + egress, iteration_s, usd)
-    score = objective.score(iteration_s, usd, space.tokens, SLACK)
-    return EstimatedCandidate(candidate, float(score), iteration_s, usd, float(floor))

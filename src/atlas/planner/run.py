@@ -8,6 +8,7 @@ in full. Knows the strategies by name, prints nothing and writes no files.
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -123,6 +124,16 @@ def make_plan(
         return finished(search, best, strategy, tries)
 
 
+def finds_better(job: Job, below: float, *, objective: Objective, global_batch: int, kind: str) -> bool:
+    """Whether there is a plan of this kind that scores below a value, compared under `1f1b-eager`. Candidates whose
+    floor is too high are not simulated."""
+    with _seldom_collected():
+        search = start(job, objective, global_batch=global_batch, kind=kind, below=below)
+        STRATEGIES["ours"][1](search)
+        best = search.best
+        return best is not None and search.score(finished(search, best, "ours", 0).winner) < below
+
+
 @contextmanager
 def _seldom_collected() -> Iterator[None]:
     """Collect garbage rarely: a search makes millions of tuples without cycles, and collecting takes a tenth of it."""
@@ -210,11 +221,12 @@ def start(
     tcp: Tcp = "many",
     tick: Tick | None = None,
     kind: str | None = None,
+    below: float = math.inf,
 ) -> Search:
     """A new search."""
     if objective.needs_prices:
         require_prices(job)
-    space = space_of(job, keep=keep, global_batch=global_batch, tcp=tcp, kind=kind)
+    space = space_of(job, keep=keep, global_batch=global_batch, tcp=tcp, kind=kind, below=below)
     return Search(space, cluster_arrays(job), objective, tick)
 
 

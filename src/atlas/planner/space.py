@@ -45,6 +45,8 @@ class Space:
     """A candidate uses all of these and no others; None: any."""
     kind: str | None = None
     """Only candidates of this kind (`candidate.KINDS`); None: any."""
+    below: float = math.inf
+    """Only candidates that may score lower than this; the search ends with one that clearly does."""
 
     @property
     def tokens(self) -> int:
@@ -73,6 +75,7 @@ def space_of(
     global_batch: int | None = None,
     tcp: Tcp = "many",
     kind: str | None = None,
+    below: float = math.inf,
 ) -> Space:
     """Every choice that fits the job's dimensions, except for the keys in `keep`."""
     for key in keep:
@@ -111,6 +114,7 @@ def space_of(
         tcp=tcp,
         datacenters=_kept_datacenters(job) if "datacenters" in keep else None,
         kind=kind,
+        below=below,
     )
 
 

@@ -62,7 +62,7 @@ MOST_OF_ALL, EVENTS_OF_ALL = 3 * MOST, 3 * PLAYED_EVENTS
 def ours(search: Search) -> None:
     """Estimate widely, simulate the few that matter: of every kind of plan those whose floor is lower than the best of
     that kind. Where the simulations suffice for all of them, no candidate that was estimated is better."""
-    known = _algorithm1_entries(search)[: 1 if search.tries else 2]
+    known = _wanted(search, _algorithm1_entries(search)[: 1 if search.tries else 2])
     space, cluster, goal = search.space, search.cluster, search.objective
     alone, looked, worth = single_groups(space, cluster, goal, search.tick)
     few = [*known, *alone[:1]]
@@ -76,18 +76,23 @@ def ours(search: Search) -> None:
     if space.is_kind("data"):
         apart, more = several_groups(space, cluster, goal, worth, search.tick, by_floor=by_floor)
     search.num_estimated += looked + more
-    entries = [*known, *alone, *apart]
+    entries = [*known, *alone, *_wanted(search, apart)]
     if is_large:
         _best_when_screened(search, entries)
         return
     _best_of_each_kind(search, entries)
     _improve(search)
     _improve(search, "pipeline")
-    for entry in _front([*alone, *apart]):
+    for entry in _front(entries[len(known) :]):
         if not search.is_spent:
             search.simulate(entry.candidate)
     if by_floor:
         _best_of_all(search, entries)
+
+
+def _wanted(search: Search, entries: list[EstimatedCandidate]) -> list[EstimatedCandidate]:
+    """Those that may score low enough."""
+    return [entry for entry in entries if entry.floor < search.space.below]
 
 
 def _best_when_screened(search: Search, entries: list[EstimatedCandidate]) -> None:
@@ -105,7 +110,7 @@ def _best_when_screened(search: Search, entries: list[EstimatedCandidate]) -> No
         search.floors = first.floors
         best = first.best
         if best is not None:  # an interrupt leaves a result
-            search.judged[best.candidate] = best
+            search.keep(best)
     ranking = first.ranking()
     if not ranking:
         return
@@ -167,9 +172,15 @@ class _Queue:
             self._classes.setdefault(_class_of(entry), deque()).append(entry)
         self._above: dict[tuple[int, int], list[float]] = {name: [] for name in self._classes}
         self._priority, self._is_estimate_next = search.priority, True
+        self._promises: dict[tuple[int, int], float] = {}
+        """Of the first candidate of each class that is not empty."""
+        for name in self._classes:
+            self._update(name)
 
     def learn(self, entry: EstimatedCandidate, score: float) -> None:
-        self._above[_class_of(entry)].append(score / self._priority(entry))
+        name = _class_of(entry)
+        self._above[name].append(score / self._priority(entry))
+        self._update(name)
 
     def __iter__(self) -> Iterator[EstimatedCandidate]:
         return self
@@ -178,14 +189,20 @@ class _Queue:
         self._is_estimate_next = not self._is_estimate_next
         if not self._is_estimate_next:
             return next(self._by_estimate)
-        waiting = {name: found[0] for name, found in self._classes.items() if found}
-        if not waiting:
+        if not self._promises:
             raise StopIteration
-        return self._classes[min(waiting, key=lambda name: self._promise(name, waiting[name]))].popleft()
+        name = min(self._promises, key=self._promises.__getitem__)
+        found = self._classes[name].popleft()
+        self._update(name)
+        return found
 
-    def _promise(self, name: tuple[int, int], entry: EstimatedCandidate) -> float:
-        above = self._above[name]
-        return self._priority(entry) * (median(above) if above else 1.0)
+    def _update(self, name: tuple[int, int]) -> None:
+        """After the class or what is known of it has changed."""
+        above, found = self._above[name], self._classes[name]
+        if found:
+            self._promises[name] = self._priority(found[0]) * (median(above) if above else 1.0)
+        else:
+            self._promises.pop(name, None)
 
 
 def _class_of(entry: EstimatedCandidate) -> tuple[int, int]:

@@ -1,0 +1,172 @@
+"""Lines of groups, priced in full: microbatches are distributed so that all groups finish together, and the sum between
+groups is priced as in `judge`.
+
+Many lines at once: one line at a time takes most of the time of a plan with few datacenters. Uses estimates only.
+
+Index legend: n line, g group of a line, v variant of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from atlas.cost.cluster_arrays import ClusterArrays, Floats, Ints
+from atlas.planner.candidate import Candidate
+from atlas.planner.estimate import Batch, Estimate
+from atlas.planner.judge import wan_traffic
+from atlas.planner.meet import meeting_s, ring
+from atlas.planner.objective import Objective
+from atlas.planner.pool import SLACK, EstimatedCandidate, Frame, Variant, floor_score, group_of
+from atlas.planner.space import Space
+
+HALVINGS = 60
+"""Steps that find the time at which all groups of a line can be finished."""
+
+
+@dataclass(frozen=True, eq=False)
+class EstimatedGroups:
+    """The estimates of every group of one frame and depth."""
+
+    frame: Frame
+    batch: Batch
+    found: Estimate
+    groups: list[Variant]
+    used: Ints
+    """[v, i]: workers."""
+    by_floor: bool
+    """Whether plans are compared under searched orders, which come close to their floors."""
+
+    @cached_property
+    def line(self) -> tuple[Floats, Floats]:
+        """[v]: period and fill, such that n microbatches take about fill + (n - 1) periods. Of floors where these
+        count: several groups have about half of the microbatches each that a group alone has."""
+        found = self.found
+        if not self.by_floor:
+            return found.period_s, found.fill_s
+        every, half = np.arange(len(found.period_s)), (found.num_microbatches + 1) // 2
+        more = np.maximum(found.num_microbatches, half + 1)
+        half_s, more_s = (found.floors.done_s(every, count).max(axis=1) for count in (half, more))
+        period_s = (more_s - half_s) / (more - half)
+        return period_s, half_s - (half - 1) * period_s
+
+    @cached_property
+    def first_dc(self) -> Ints:
+        """[v]: where stage 0 is."""
+        return np.array([shape[0][0] for shape, _, _ in self.groups], np.int64)
+
+    @cached_property
+    def most_stages(self) -> Ints:
+        """[v]: in one datacenter."""
+        return np.array([max(stages for _, stages in shape) for shape, _, _ in self.groups], np.int64)
+
+
+class Line(NamedTuple):
+    """Groups that train together."""
+
+    estimated: EstimatedGroups
+    members: tuple[int, ...]
+    """Numbers of groups."""
+
+
+class _Placed(NamedTuple):
+    """A line whose microbatches are distributed."""
+
+    line: Line
+    counts: tuple[int, ...]
+    """Microbatches per pipeline, by group."""
+    candidate: Candidate
+    between_s: list[Floats]
+    """By group of the line and stage: the sum between groups. The candidate has the groups in the order of the ring."""
+
+
+def deal(slots: Ints, replicas: Ints, fill_s: Floats, period_s: Floats) -> Ints:
+    """[n, g]: microbatches per pipeline of each group such that the last group of a line finishes as early as possible;
+    0 where a group would have none. `slots` [n]: microbatches of all pipelines of a line; the others are [n, g]."""
+    low, high = np.zeros(len(slots)), (fill_s + period_s * slots[:, None]).max(axis=1)
+    counts = np.repeat(slots[:, None], replicas.shape[1], axis=1)
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        left_s = middle[:, None] - fill_s
+        tried = np.where(left_s >= 0, (left_s / period_s).astype(np.int64) + 1, 0)
+        enough = (replicas * tried).sum(axis=1) >= slots
+        high, low = np.where(enough, middle, high), np.where(enough, low, middle)
+        counts[enough] = tried[enough]
+    every = np.arange(len(slots))
+    for g in np.argsort(-replicas, axis=1, kind="stable").T:
+        spare = ((replicas * counts).sum(axis=1) - slots) // replicas[every, g]
+        counts[every, g] -= np.clip(spare, 0, np.maximum(counts[every, g] - 1, 0))
+    return counts
+
+
+def priced_lines(
+    space: Space, cluster: ClusterArrays, objective: Objective, lines: Sequence[Line]
+) -> list[EstimatedCandidate]:
+    """The candidates of the lines, in this order; lines in which a group has no microbatch, or no path to the next
+    group, are left out."""
+    placed = _placed(space, cluster, lines)
+    if not placed:
+        return []
+    iteration_s, rent_usd_per_s, egress_usd = np.zeros((3, len(placed)))
+    for n, (line, counts, candidate, between_s) in enumerate(placed):
+        found, members = line.estimated.found, list(line.members)
+        period_s, fill_s = (one[members] for one in line.estimated.line)
+        ends_s = fill_s + (np.array(counts) - 1) * period_s
+        iteration_s[n] = ends_s.max() + found.closing_s[members].max() + max(float(one.max()) for one in between_s)
+        rent_usd_per_s[n] = sum(found.usd_per_s[members].tolist())
+        egress_usd[n] = wan_traffic(space, cluster, line.estimated.frame.model.gradient_bytes, candidate)[0]
+    floor_s = _floors_s(placed)
+    usd = iteration_s * rent_usd_per_s + egress_usd
+    floor = floor_score(space, objective, floor_s, floor_s * rent_usd_per_s + egress_usd, iteration_s, usd)
+    score = objective.score(iteration_s, usd, space.tokens, SLACK)
+    figures = np.stack([score, iteration_s, usd, floor], axis=1).tolist()
+    return [EstimatedCandidate(one.candidate, *own) for one, own in zip(placed, figures, strict=True)]
+
+
+def _placed(space: Space, cluster: ClusterArrays, lines: Sequence[Line]) -> list[_Placed]:
+    counts: dict[int, list[int]] = {}
+    for size in {len(line.members) for line in lines}:
+        at = [n for n, line in enumerate(lines) if len(line.members) == size]
+        slots = np.array([space.slots(lines[n].estimated.frame.microbatch) for n in at], np.int64)
+        replicas = np.stack([lines[n].estimated.batch.replicas[list(lines[n].members)] for n in at])
+        both = [[one[list(lines[n].members)] for one in lines[n].estimated.line] for n in at]
+        period_s, fill_s = np.moveaxis(np.array(both), 1, 0)
+        counts |= dict(zip(at, deal(slots, replicas, fill_s, period_s).tolist(), strict=True))
+    found = []
+    for n, line in enumerate(lines):
+        if all(counts[n]) and (one := _one_placed(space, cluster, line, tuple(counts[n]))) is not None:
+            found.append(one)
+    return found
+
+
+def _one_placed(space: Space, cluster: ClusterArrays, line: Line, counts: tuple[int, ...]) -> _Placed | None:
+    """None where the groups have no path to each other."""
+    estimated = line.estimated
+    parts = zip(line.members, counts, strict=True)
+    groups = tuple(group_of(cluster, estimated.groups[v], estimated.found.layers_of(v), count) for v, count in parts)
+    sharing = any(group.pipelines_per_cell > 1 for group in groups)
+    frame = estimated.frame
+    candidate = Candidate(frame.tp, frame.microbatch, ring(cluster, groups), sharing, space.tcp)
+    between_s = meeting_s(cluster, frame.model.gradient_bytes, candidate)
+    if between_s is None:
+        return None
+    return _Placed(line, counts, candidate, [between_s[candidate.groups.index(group)] for group in groups])
+
+
+def _floors_s(placed: Sequence[_Placed]) -> Floats:
+    """[n]: the latest floor of the groups of a line."""
+    floor_s = np.zeros(len(placed))
+    by_batch: dict[int, list[int]] = {}
+    for n, one in enumerate(placed):
+        by_batch.setdefault(id(one.line.estimated), []).append(n)
+    for numbers in by_batch.values():
+        rows = [(n, v, k) for n in numbers for v, k in zip(placed[n].line.members, placed[n].counts, strict=True)]
+        n, v, count = np.array(rows, np.int64).T
+        between_s = np.array([own for m in numbers for own in placed[m].between_s])
+        floors = placed[numbers[0]].line.estimated.found.floors
+        np.maximum.at(floor_s, n, floors.iteration_s(v, count, between_s))
+    return floor_s
