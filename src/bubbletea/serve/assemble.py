@@ -148,7 +148,7 @@ def assemble(settings: ServiceSettings, windows: WorkerWindows, keys: Keys, toke
         pattern, costs, split=settings.split, num_ranks=windows.num_ranks, chunk=settings.chunk, scale=scale
     )
     slice_ns = costs.layer(settings.chunk, served.config.max_length // 2)
-    forecast = Forecast(pattern, budget=settings.budget, slice_ns=slice_ns)
+    forecast = Forecast(pattern, budget=settings.budget, slice_ns=slice_ns, guarded=True)
     planner = Planner(
         forecast,
         costs,

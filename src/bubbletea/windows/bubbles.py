@@ -197,15 +197,25 @@ class Forecast:
     `budget` is the share by which training may become slower. A window that ends early delays an op by at most one
     slice (each is checked before it starts), so the probability of that is chosen by the budget:
     budget * period / (windows of a worker * longest slice).
+
+    `guarded`: workers predict their waits themselves (`prefill.guard`), so a forecast that is too long delays requests
+    and not training. Then a worker whose margins leave it almost nothing gets its average windows: on a busy host some
+    of its windows are closed and others are not, and a prompt takes as many of them as it needs.
     """
 
     def __init__(
-        self, pattern: Pattern, *, anchor_ns: int = 0, budget: float = 0.005, slice_ns: int = 5_000_000
+        self,
+        pattern: Pattern,
+        *,
+        anchor_ns: int = 0,
+        budget: float = 0.005,
+        slice_ns: int = 5_000_000,
+        guarded: bool = False,
     ) -> None:
         if not 0 < budget < 1:
             raise AtlasError(f"a training slow-down budget of {budget!r} is not a share: give a number such as 0.005")
         self.pattern, self.anchor_ns, self.period_ns = pattern, anchor_ns, pattern.period_ns
-        self.budget, self.slice_ns = budget, slice_ns
+        self.budget, self.slice_ns, self.guarded = budget, slice_ns, guarded
         self.learner = Learner(len(pattern.start_ns))
         self.share = 1.0
         """The first part of every window that may be used."""
@@ -220,12 +230,12 @@ class Forecast:
 
     def spans(self) -> tuple[Ints, Ints]:
         """Start of every window of the Pattern, corrected, and end of the part that may be used; a window shorter than
-        its margins has length 0. A worker whose margins leave it almost nothing gets its average windows: on a busy
-        host some of its windows are closed and others are not, and a prompt takes as many of them as it needs."""
+        its margins has length 0."""
         start, length = self._less(*self.learner.margins(self.risk))
-        usual_start, usual = self._less(*self.learner.averages())
-        closed = self._by_worker(length) < CLOSED * self._by_worker(usual)
-        start, length = np.where(closed, usual_start, start), np.where(closed, usual, length)
+        if self.guarded:
+            usual_start, usual = self._less(*self.learner.averages())
+            closed = self._by_worker(length) < CLOSED * self._by_worker(usual)
+            start, length = np.where(closed, usual_start, start), np.where(closed, usual, length)
         return start, start + (self.share * length).astype(np.int64)
 
     def _less(self, late: Ints, early: Ints) -> tuple[Ints, Ints]:

@@ -13,7 +13,7 @@ from atlas.evaluate import Result, evaluate
 from atlas.ir.analysis import Cause, bubbles
 from atlas.ir.timeline import Timeline
 from atlas.spec import load_job
-from bubbletea.windows.bubbles import SWITCH_NS, Forecast, pattern_of
+from bubbletea.windows.bubbles import SWITCH_NS, Forecast, Pattern, pattern_of
 from bubbletea.windows.free_network import residual_of
 from bubbletea.windows.learn import DRIFT_PERIODS, Learner
 
@@ -94,6 +94,17 @@ def test_windows_that_close_early_get_margins(timeline: Timeline) -> None:
     cut = (pattern.end_ns - forecast.spans()[1])[long] - SWITCH_NS // 2
     assert 2 * MS <= cut.min() <= cut.max() <= 3 * MS
     assert forecast.version == 4
+
+
+@pytest.mark.parametrize(("guarded", "left_ns"), [(False, 0), (True, 25 * MS)])
+def test_a_worker_without_a_sure_window_has_its_average_one_if_it_guards_itself(guarded: bool, left_ns: int) -> None:
+    pattern = Pattern.of_windows([[(0, 100 * MS)], [(0, 100 * MS)]], 100 * MS, ["here"] * 2, 0)
+    forecast = Forecast(pattern, guarded=guarded)
+    for period in range(8):
+        opened, closed = np.array([0, 0 if period % 4 == 0 else 100 * MS]), np.full(2, 100 * MS)
+        forecast.observe(0, opened, closed)
+    start, end = forecast.spans()
+    assert (end - start + SWITCH_NS * (end > start)).tolist() == [100 * MS, left_ns]
 
 
 def test_a_larger_budget_takes_smaller_margins() -> None:
