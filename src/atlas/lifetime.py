@@ -90,6 +90,23 @@ class Closing:
         raise NotImplementedError
 
 
+class Repeating(Closing):
+    """Calls `do` every `every_s` seconds, on a thread of its own, until it is closed."""
+
+    def __init__(self, name: str, every_s: float, do: Callable[[], None]) -> None:
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(every_s, do), daemon=True, name=name)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join()
+
+    def _run(self, every_s: float, do: Callable[[], None]) -> None:
+        while not self._closing.wait(every_s):
+            do()
+
+
 class Lifeline:
     """Ends this process at the EOF of a descriptor, without reading from it.
 

@@ -6,7 +6,6 @@ Agents are named by their node (`west/site0`), workers by their own name (`p0.s1
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from atlas.launch.control_channel import Message
 from atlas.launch.rendezvous import JoinedAgent, Rendezvous
 from atlas.launch.site_records import unpacked
 from atlas.launch.worker_processes import WorkerGroup, WorkerMessage
+from atlas.lifetime import Repeating
 
 POLL_S = 0.1
 BY_SCHEDULER = "scheduler"
@@ -45,11 +45,10 @@ class RemoteWorkers(WorkerGroup):
         self._agents = {agent.name.node: agent for agent in agents}
         self._exit_reasons: dict[str, str] = {}
         self._held: list[WorkerMessage] | None = None
-        self._ended = threading.Event()
         for agent in agents:
             agent.channel.deliver_to(partial(self._take, agent))
-        self._thread = threading.Thread(target=self._watch, daemon=True, name="watch of the agents")
-        self._thread.start()
+        self._watched = dict(self._agents)
+        self._watcher = Repeating("watch of the agents", POLL_S, self._watch)
 
     @property
     def agents(self) -> list[str]:
@@ -113,19 +112,16 @@ class RemoteWorkers(WorkerGroup):
                 self.send_agent(node, {"end": True})
             except WorkerError:  # disconnected for long; the next attempt has another agent
                 continue
-        self._ended.set()
-        self._thread.join()
+        self._watcher.close()
         for agent in self._agents.values():
             agent.channel.deliver_to(None)
 
     def _watch(self) -> None:
         """Report agents that are out of reach for too long, or were replaced."""
-        watched = dict(self._agents)
-        while not self._ended.wait(POLL_S):
-            for node, agent in list(watched.items()):
-                if (why := self._why_lost(agent)) is not None:
-                    self._put(node, {"error": why})
-                    del watched[node]
+        for node, agent in list(self._watched.items()):
+            if (why := self._why_lost(agent)) is not None:
+                self._put(node, {"error": why})
+                del self._watched[node]
 
     def _why_lost(self, agent: JoinedAgent) -> str | None:
         if self._rendezvous.agents.get((agent.name.datacenter, agent.name.part)) is not agent:

@@ -27,7 +27,7 @@ log = logging.getLogger("atlas.kineto")
 class KinetoRecorder:
     """Call `begin` before each step, then `finish`."""
 
-    while_writing: Callable[[], AbstractContextManager[None]] = nullcontext
+    while_writing: Callable[[], AbstractContextManager[object]] = nullcontext
     """Entered while the trace is written, which takes minutes for millions of events."""
 
     def __init__(self, path: Path, first: int, last: int | None = None) -> None:

@@ -36,7 +36,6 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
@@ -44,6 +43,7 @@ import torch
 import torch.fx.experimental.symbolic_shapes  # 0.8 s: the first backward would import it within a step
 
 from atlas.errors import AtlasError
+from atlas.lifetime import Repeating
 from atlas.priority import shorten_slices
 from atlas.runtime.assignment import Assignment
 from atlas.runtime.checkpoint.manifest import SaveId
@@ -237,22 +237,9 @@ def _handle_all(messages: TextIO, worker: Worker, stop_control: StopControl, out
     os._exit(1)
 
 
-@contextlib.contextmanager
-def _says_alive(out: MessageWriter, what: str) -> Iterator[None]:
+def _says_alive(out: MessageWriter, what: str) -> Repeating:
     """Tells the launcher every few seconds what this worker does: it takes long silence for a failure."""
-    done = threading.Event()
-
-    def tell() -> None:
-        while not done.wait(ALIVE_S):
-            out.send({"waits_for": what})
-
-    thread = threading.Thread(target=tell, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
+    return Repeating("says alive", ALIVE_S, lambda: out.send({"waits_for": what}))
 
 
 def _handle(message: dict[str, Any], worker: Worker, stop_control: StopControl, out: MessageWriter) -> None:

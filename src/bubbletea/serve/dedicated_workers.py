@@ -8,13 +8,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import threading
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import NamedTuple
 
 from atlas.launch.forkserver import Child, fork_server
-from atlas.lifetime import Closing
+from atlas.lifetime import Closing, Repeating
 from bubbletea.prefill.dedicated_worker import DedicatedWorker
 
 WATCH_S = 0.1
@@ -32,18 +31,15 @@ class DedicatedWorkers(Closing):
 
     def __init__(self, workers: Sequence[DedicatedWorker]) -> None:
         self._workers = list(workers)
-        self._closing = threading.Event()
         self._started = [_start(worker) for worker in self._workers]
-        self._watcher = threading.Thread(target=self._watch, daemon=True, name="bubbletea workers")
-        self._watcher.start()
+        self._watcher = Repeating("bubbletea workers", WATCH_S, self._watch)
 
     @property
     def pids(self) -> list[int]:
         return [one.process.pid for one in self._started]
 
     def close(self) -> None:
-        self._closing.set()
-        self._watcher.join()
+        self._watcher.close()
         for one in self._started:
             one.process.kill()
         for one in self._started:
@@ -51,11 +47,10 @@ class DedicatedWorkers(Closing):
             os.close(one.stdin)
 
     def _watch(self) -> None:
-        while not self._closing.wait(WATCH_S):
-            for index, one in enumerate(self._started):
-                if one.process.wait(0) is not None:
-                    os.close(one.stdin)
-                    self._started[index] = _start(self._workers[index])
+        for index, one in enumerate(self._started):
+            if one.process.wait(0) is not None:
+                os.close(one.stdin)
+                self._started[index] = _start(self._workers[index])
 
 
 def _start(worker: DedicatedWorker) -> _Started:

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
 from atlas.errors import WorkerError
+from atlas.lifetime import Repeating
 from atlas.wan.cell_relay.ack_batching import AckBatcher
 from atlas.wan.cell_relay.paths import RelayPath, SliceSender, hops_of
 from atlas.wan.cell_relay.slices import Note, NoteKind, RelaySlice, pack_note, pack_slice, unpack_note, unpack_slice
@@ -60,7 +61,6 @@ class Cell(Transport):
         self._inboxes: dict[tuple[str, int], Inbox] = {}
         self._relayed = Counter[tuple[str, str, int]]()
         self._counter = itertools.count(1)
-        self._closing = threading.Event()
         self._lanes = list(lanes)
         self._sends = self._lanes if sends is None else list(sends)
         self._note_lane, self._slice_lane = first_lane, first_lane + 1
@@ -68,8 +68,7 @@ class Cell(Transport):
             endpoint.consume(self._slice_lane + lane, self._on_slice)
         endpoint.consume(self._note_lane, self._on_note)
         self._batcher = AckBatcher(f"atlas wan notes {self.name}", self._return)
-        self._watcher = threading.Thread(target=self._watch, daemon=True, name=f"atlas wan cell {self.name}")
-        self._watcher.start()
+        self._watcher = Repeating(f"atlas wan cell {self.name}", WATCH_S, self._watch)
 
     def dial_for(self, peers: Mapping[str, Address]) -> None:
         """Dials the connections on which these peers send: they cannot dial this node. Call it before `connect`."""
@@ -109,9 +108,8 @@ class Cell(Transport):
         deadline = time.monotonic() + timeout_s
         for sender in list(self._senders.values()):
             sender.outbox.drain(max(0.0, deadline - time.monotonic()))
-        self._closing.set()
         self._batcher.close()
-        self._watcher.join()
+        self._watcher.close()
         for sender in self._senders.values():
             sender.close()
             sender.outbox.fail(WorkerError(f"{self.name} was closed"))
@@ -228,9 +226,8 @@ class Cell(Transport):
             self._return(Note(kind, hops, lane, (), a, tag))
 
     def _watch(self) -> None:
-        while not self._closing.wait(WATCH_S):
-            for sender in list(self._senders.values()):
-                sender.watch(self.endpoint.settings.deadline_s)
+        for sender in list(self._senders.values()):
+            sender.watch(self.endpoint.settings.deadline_s)
 
 
 class _LockHolder:

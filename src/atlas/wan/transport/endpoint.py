@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from atlas.errors import AtlasError, WorkerError
-from atlas.lifetime import Closing
+from atlas.lifetime import Closing, Repeating
 from atlas.wan.security.credentials import Security, datacenter_of
 from atlas.wan.transport.acceptor import Acceptor
 from atlas.wan.transport.base import Address, Buffer, Handle, Key, Transport, view_of, writable_view_of
@@ -79,8 +79,7 @@ class Endpoint(Transport, Closing):
         self._inbound = InboundStreams(self.settings, self._shared.readers, self.kind_of)
         listeners = [sock for sock in (server, listen_unix(self.address)) if sock is not None]
         self._acceptor = Acceptor(listeners, self.settings, self._admit)
-        self._watcher = threading.Thread(target=self._watch, daemon=True, name=f"atlas wan {name} watch")
-        self._watcher.start()
+        self._watcher = Repeating(f"atlas wan {name} watch", WATCH_S, self._watch)
 
     # ---- the transport -----------------------------------------------------------------------------------------
     def connect(
@@ -151,7 +150,7 @@ class Endpoint(Transport, Closing):
         for channel in list(self._channels.values()):
             channel.close(max(0.0, deadline - time.monotonic()))
         self._closing.set()
-        self._watcher.join()
+        self._watcher.close()
         self._acceptor.close()
         dialers = list(self._dialers.values())
         for dialer in dialers:
@@ -311,19 +310,18 @@ class Endpoint(Transport, Closing):
         return None
 
     def _watch(self) -> None:
-        while not self._closing.wait(WATCH_S):
-            for channel in list(self._channels.values()):
-                channel.watch()
-            now = time.monotonic()
-            for dialer in list(self._dialers.values()):
-                dialer.watch(now)
-            self._inbound.watch(now)
-            for place, inbox in list(self._inboxes.items()):
-                gone_s = self._inbound.gone_s(place, now)
-                if inbox.waits and gone_s > self.settings.deadline_s and not self._may_be_lazy(place):
-                    dialed = self._dialers.get(place)
-                    why = f"; dialled for it at {dialed.address}: {dialed.last_error}" if dialed is not None else ""
-                    inbox.fail(WorkerError(f"no connection from {place[0]} to {self.name} for {gone_s:.1f} s{why}"))
+        for channel in list(self._channels.values()):
+            channel.watch()
+        now = time.monotonic()
+        for dialer in list(self._dialers.values()):
+            dialer.watch(now)
+        self._inbound.watch(now)
+        for place, inbox in list(self._inboxes.items()):
+            gone_s = self._inbound.gone_s(place, now)
+            if inbox.waits and gone_s > self.settings.deadline_s and not self._may_be_lazy(place):
+                dialed = self._dialers.get(place)
+                why = f"; dialled for it at {dialed.address}: {dialed.last_error}" if dialed is not None else ""
+                inbox.fail(WorkerError(f"no connection from {place[0]} to {self.name} for {gone_s:.1f} s{why}"))
 
     def _may_be_lazy(self, place: tuple[str, int]) -> bool:
         """Whether the peer may connect only when it sends: it has as many peers as this node."""
