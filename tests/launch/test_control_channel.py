@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import pytest
 
+from atlas.callers import MAX_GREETING
 from atlas.errors import AtlasError, StartAgainError, WorkerError
 from atlas.launch import control_channel as module
 from atlas.launch.agent import Agent, AgentSettings, _Attempt
@@ -193,6 +194,19 @@ def test_an_invalid_hello_ends_the_connection_and_nothing_else(hello: bytes) -> 
         stranger.sendall(hello)
         assert stranger.recv(1) == b"", "the connection is closed"
     caller = RendezvousClient(rendezvous.address, EAST, WEST, "plan", Security(), grace_s=60, patience_s=60)
+    caller.close()
+    rendezvous.close()
+
+
+def test_silent_connections_keep_no_launcher_out() -> None:
+    rendezvous = Rendezvous(("127.0.0.1", 0), Security(), lambda agent, plan: None)
+    silent = [socket.create_connection(rendezvous.address) for _ in range(2 * MAX_GREETING)]
+    caller = RendezvousClient(rendezvous.address, EAST, WEST, "plan", Security(), grace_s=60, patience_s=60)
+    silent[0].settimeout(60)
+    with contextlib.suppress(ConnectionResetError):
+        assert silent[0].recv(1) == b"", "the oldest made room"
+    for sock in silent:
+        sock.close()
     caller.close()
     rendezvous.close()
 

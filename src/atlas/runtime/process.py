@@ -181,9 +181,7 @@ def _work(assignment: Assignment, messages: TextIO, out: MessageWriter, follower
     kineto = KinetoRecorder.of(worker.role.number * assignment.tp, worker.last_step)
     worker.names_ops = kineto is not None
     if kineto is not None:
-        # The launcher takes long silence for a failure.
-        alive = {"waits_for": f"{worker.role.name} writes the trace of its steps"}
-        kineto.while_writing = lambda: Repeating("says alive", ALIVE_S, lambda: out.send(alive))
+        kineto.while_writing = lambda: _says_alive(out, f"{worker.role.name} writes the trace of its steps")
     out.send({"listening": worker.links.port})
     peers = _read(messages)
     worker.connect(*([tuple(place) for place in peers.get(key, ())] for key in ("channels", "dial_for")))
@@ -239,6 +237,11 @@ def _handle_all(messages: TextIO, worker: Worker, stop_control: StopControl, out
     except Exception as error:
         out.fail(error)
     os._exit(1)
+
+
+def _says_alive(out: MessageWriter, what: str) -> Repeating:
+    """Sends the launcher a message every few seconds: without one for long, it takes the worker for failed."""
+    return Repeating("says alive", ALIVE_S, lambda: out.send({"waits_for": what}))
 
 
 def _handle(message: dict[str, Any], worker: Worker, stop_control: StopControl, out: MessageWriter) -> None:
