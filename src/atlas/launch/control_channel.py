@@ -184,6 +184,7 @@ class ControlConnection:
         self._reader, self._writer, self._in = reader, writer, bytearray()
         self._loop = asyncio.get_running_loop()
         self._task: asyncio.Task[None] | None = None
+        self._last_read = time.monotonic()
         self.ended = asyncio.Event()
         """Set when it no longer serves its channel."""
 
@@ -198,14 +199,14 @@ class ControlConnection:
         self._loop.call_soon_threadsafe(self._start, channel)
 
     async def receive(self, max_bytes: int) -> Message:
-        """The next message. Raises OSError where the connection is closed or silent, ValueError for anything else than
-        a message."""
+        """The next message. Raises OSError where the connection is closed, ValueError for anything else than a
+        message."""
         while (message := unframed(self._in, max_bytes)) is None:
-            async with asyncio.timeout(SILENCE_S):
-                data = await self._reader.read(READ_BYTES)
+            data = await self._reader.read(READ_BYTES)
             if not data:
                 raise ConnectionResetError("the other side closed the connection")
             self._in += data
+            self._last_read = time.monotonic()
         return message
 
     def _start(self, channel: ControlChannel) -> None:
@@ -227,10 +228,12 @@ class ControlConnection:
             channel.lost(self)
 
     async def _beat(self, channel: ControlChannel) -> None:
-        while True:
+        """Until the other side is silent for too long."""
+        while time.monotonic() - self._last_read < SILENCE_S:
             await asyncio.sleep(HEARTBEAT_S)
             if not self._writer.transport.get_write_buffer_size():
                 self._writer.write(frame({"received": channel.num_received}))
+        self._writer.transport.abort()
 
 
 @cache

@@ -321,7 +321,8 @@ class RendezvousClient:
             hello = {"atlas": VERSION, "agent": list(self.mine), "instance": self.instance, "plan": self.plan}
             writer.write(frame({**hello, "epoch": self.epoch(), "received": self.channel.num_received}))
             connection = ControlConnection(reader, writer)
-            return connection, await connection.receive(MAX_HELLO_BYTES)
+            async with asyncio.timeout(HELLO_S):
+                return connection, await connection.receive(MAX_HELLO_BYTES)
         except BaseException:
             writer.transport.abort()
             raise
