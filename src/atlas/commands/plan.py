@@ -42,7 +42,7 @@ from atlas.planner.run import Planned
 from atlas.planner.space import KEEPABLE
 from atlas.planner.strategies import STRATEGIES
 from atlas.planner.verdict import dollars, family_rows, origins
-from atlas.sailor.run import FLAGS, run_sailor
+from atlas.sailor.run import run_sailor, sailor_flags
 from atlas.spec.plan import load_job_or_plan
 from atlas.view.chart import front_svg, write_chart
 from atlas.view.table import folded, plain_table, right, seconds
@@ -103,9 +103,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write a chart of time and cost with the Pareto front (.svg or .html)",
     )
-    group = parser.add_argument_group("from Sailor's files instead of a job")
-    for flag, settings in FLAGS.items():
-        group.add_argument(flag, **settings)
+    sailor_flags(parser.add_argument_group("from Sailor's files instead of a job"))
 
 
 def run(args: argparse.Namespace) -> int:
