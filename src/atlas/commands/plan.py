@@ -70,7 +70,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY",
-        help=f"keep this key as the job has it: {', '.join(KEEPABLE)}; may be repeated",
+        help=f"keep this key as the job has it: {', '.join(KEEPABLE)}",
     )
     add("--global-batch", type=whole(1, 10**9), metavar="N", help="sequences per iteration (default: the job's)")
     add("--tcp", choices=("one", "many"), default="many", help="TCP connections between two nodes")
