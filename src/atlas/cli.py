@@ -48,10 +48,12 @@ PLUGINS = "atlas.commands"
 
 
 class CommandHelp(argparse.RawDescriptionHelpFormatter):
-    """Adds the default of a flag to its help, unless the help has it in words of its own."""
+    """Adds to the help of a flag that it may be repeated, and its default, unless the help says so in other words."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         text, value = action.help, action.default
+        if text and isinstance(action, argparse._AppendAction) and "repeated" not in text:
+            text += "; may be repeated"
         if not text or "default" in text or value is None or value is False or value in ("", [], argparse.SUPPRESS):
             return text
         return f"{text} (default {f'{value:g}' if isinstance(value, float) else value})"

@@ -73,9 +73,7 @@ def share(text: str) -> float:
 
 
 def job_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of the job; may be repeated"
-    )
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of the job")
 
 
 def search_flags(parser: argparse.ArgumentParser) -> None:

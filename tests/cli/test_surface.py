@@ -107,13 +107,15 @@ def test_every_flag_has_a_help_text() -> None:
         assert max(map(len, parser.format_help().splitlines())) <= 120
 
 
-def test_the_help_of_a_flag_ends_with_its_default() -> None:
+def test_the_help_of_a_flag_ends_with_its_default_and_says_that_it_may_be_repeated() -> None:
     parser = CommandParser(prog="atlas")
     for flag, value, text in (("--a", 4.0, "so many"), ("--b", 0, "so few"), ("--c", 0, "a port (default: any)")):
         parser.add_argument(flag, default=value, metavar="N", help=text)
     parser.add_argument("--d", action="store_true", help="no default to name")
-    shown = [line.split("  ")[-1].strip() for line in parser.format_help().splitlines()[-4:]]
-    assert shown == ["so many (default 4)", "so few (default 0)", "a port (default: any)", "no default to name"]
+    parser.add_argument("--e", action="append", default=[], metavar="N", help="a name")
+    shown = [line.split("  ")[-1].strip() for line in parser.format_help().splitlines()[-5:]]
+    assert shown[:3] == ["so many (default 4)", "so few (default 0)", "a port (default: any)"]
+    assert shown[3:] == ["no default to name", "a name; may be repeated"]
 
 
 def started(*words: str, **options: object) -> subprocess.Popen[bytes]:

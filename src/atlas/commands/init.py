@@ -33,7 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="CLOUD:REGION=COUNTxGPU",
-        help="GPUs in a region, such as aws:us-east-1=64xH100; append @2.5 for your own hourly price; may be repeated",
+        help="GPUs in a region, such as aws:us-east-1=64xH100; append @2.5 for your own hourly price",
     )
     add("--batch", metavar="SIZE", help="batch of one iteration: tokens (1M) or sequences ('512 sequences')")
     add("--seq", type=whole(1, 10**8), metavar="N", help="tokens of one sequence (default: the model's, at most 8192)")

@@ -32,7 +32,7 @@ def network_flags(group: argparse._ActionsContainer) -> None:
         action="append",
         default=[],
         metavar="NAME=HOST",
-        help="dial datacenter NAME (or its host NAME/1) at HOST; NAME=none: it cannot be dialled; may be repeated",
+        help="dial datacenter NAME (or its host NAME/1) at HOST; NAME=none: it cannot be dialled",
     )
     add("--node", metavar="I/N", help="this is host I (from 0) of N in the datacenter (default 0/1)")
 
@@ -45,7 +45,7 @@ def security_flags(group: argparse._ActionsContainer) -> None:
         action="append",
         default=[],
         metavar="NETWORK",
-        help="network inside the datacenter in which traffic may be unencrypted; may be repeated",
+        help="network inside the datacenter in which traffic may be unencrypted",
     )
 
 

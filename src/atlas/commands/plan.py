@@ -43,7 +43,7 @@ from atlas.planner.run import Planned
 from atlas.planner.space import KEEPABLE
 from atlas.planner.strategies import STRATEGIES
 from atlas.planner.verdict import dollars, family_rows, origins
-from atlas.sailor.run import FLAGS, run_sailor
+from atlas.sailor.run import run_sailor, sailor_flags
 from atlas.spec.plan import load_job_or_plan
 from atlas.view.chart import front_svg, write_chart
 from atlas.view.table import folded, plain_table, right, seconds
@@ -71,7 +71,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY",
-        help=f"keep this key as the job has it: {', '.join(KEEPABLE)}; may be repeated",
+        help=f"keep this key as the job has it: {', '.join(KEEPABLE)}",
     )
     add("--global-batch", type=whole(1, 10**9), metavar="N", help="sequences per iteration (default: the job's)")
     add("--tcp", choices=("one", "many"), default="many", help="TCP connections between two nodes")
@@ -106,9 +106,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write a chart of time and cost with the Pareto front (.svg or .html)",
     )
-    group = parser.add_argument_group("plan from files of Sailor (SOSP'25) instead of a job; docs/sailor.md")
-    for flag, settings in FLAGS.items():
-        group.add_argument(flag, **settings)
+    sailor_flags(parser.add_argument_group("plan from files of Sailor (SOSP'25) instead of a job; docs/sailor.md"))
 
 
 def run(args: argparse.Namespace) -> int:

@@ -53,7 +53,7 @@ Row = Mapping[str, Any]
 def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("job", type=Path, metavar="JOB.yaml", help="the job: docs/jobs.md explains its keys")
-    add("--schedule", action="append", metavar="NAME", help=f"one of {', '.join(SCHEDULES)}; may be repeated")
+    add("--schedule", action="append", metavar="NAME", help=f"one of {', '.join(SCHEDULES)}")
     add("--tcp", choices=("one", "many"), help="TCP connections between two nodes (default: see above)")
     job_flags(parser)
     search_flags(parser)

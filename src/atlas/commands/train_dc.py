@@ -57,13 +57,7 @@ def group_flags(group: argparse._ActionsContainer) -> None:
     add = group.add_argument
     security_flags(group)
     add("--auto-replan", action="store_true", help="if a datacenter is lost, continue without it and do not ask")
-    add(
-        "--without",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="run without this lost datacenter; may be repeated",
-    )
+    add("--without", action="append", default=[], metavar="NAME", help="run without this lost datacenter")
     add(
         "--grace",
         type=number(0.1, 1e6),

@@ -22,7 +22,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--days", type=whole(1, 36_500), default=DEFAULT_DAYS, metavar="N", help="days that a certificate is valid")
     add("--ca-days", type=whole(1, 36_500), default=CA_DAYS, metavar="N", help="days that a new CA is valid")
     add("--also", action="append", default=[], metavar="DATACENTER/WORKER",
-                        help="another name that each of these nodes may use; may be repeated")  # fmt: skip
+                        help="another name that each of these nodes may use")  # fmt: skip
     add("--json", action="store_true", help="print the files as JSON")
 
 

@@ -52,15 +52,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="SRC:DST=HOST:PORT",
-        help="proxy: reach a service through a path; may be repeated",
+        help="proxy: reach a service through a path",
     )
-    add(
-        "--at",
-        action="append",
-        default=[],
-        metavar="NODE=COMMAND",
-        help="namespace: run a command on a node; may be repeated",
-    )
+    add("--at", action="append", default=[], metavar="NODE=COMMAND", help="namespace: run a command on a node")
     add("--no-gso", action="store_true", help="namespace: packets of 1500 bytes, to study loss")
     add("--kernel", action="store_true", help="namespace: shape with the kernel's netem, if available")
     add(

@@ -38,13 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--listen", metavar="HOST:PORT", help="run an agent at this address, until interrupted")
     add("--token-file", type=Path, metavar="FILE", help="the shared secret (or $ATLAS_PROBE_TOKEN)")
-    add(
-        "--node",
-        action="append",
-        default=[],
-        metavar="NAME=HOST:PORT",
-        help="name and address of an agent; may be repeated",
-    )
+    add("--node", action="append", default=[], metavar="NAME=HOST:PORT", help="name and address of an agent")
     add("--write", type=Path, metavar="CLUSTER.yaml", help="replace the links section of this file")
     add("--out", type=Path, metavar="FILE", help="write the links section to a new file")
     add("--check", type=Path, metavar="FILE", help="warn where this job or cluster file differs from the measurement")

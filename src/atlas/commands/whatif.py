@@ -46,7 +46,7 @@ from atlas.view.table import folded, plain_table, right, seconds
 def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("job", type=Path, metavar="JOB|PLAN", help="a job file, or a plan of `atlas plan --out`")
-    add("--sweep", action="append", default=[], metavar="KEY=VALUES", help="a key and its values; may be repeated")
+    add("--sweep", action="append", default=[], metavar="KEY=VALUES", help="a key and its values")
     add("--replan", action="store_true", help="run the planner again at every value")
     add(
         "--monte-carlo",

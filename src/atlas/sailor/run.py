@@ -1,7 +1,7 @@
 """Plan from Sailor's files, score by its formula, show our simulation beside it, write its format.
 
-`atlas plan --from-sailor` adds `FLAGS` and calls `run_sailor`. `python -m atlas.sailor` does the same and starts in
-half the time: it imports neither pydantic nor our search.
+`atlas plan --from-sailor` adds `sailor_flags` and calls `run_sailor`. `python -m atlas.sailor` does the same and starts
+in half the time: it imports neither pydantic nor our search.
 """
 
 from __future__ import annotations
@@ -35,33 +35,29 @@ def positive(text: str) -> float:
     return value
 
 
-FLAGS: dict[str, dict[str, Any]] = {
-    "--from-sailor": {"type": Path, "metavar": "DIR", "help": "the folder with Sailor's files"},
-    "--trace": {"metavar": "TRACE.csv", "help": "GPUs by zone; a path, or a name in DIR/traces"},
-    "--model": {"metavar": "NAME", "help": "a model of Sailor's files, such as OPT-350"},
-    "--gpu": {"action": "append", "default": [], "metavar": "TYPE", "help": "use only this GPU type; may be repeated"},
-    "--cost": {
-        "choices": ("sailor", "events"),
-        "help": "rank the best plans by Sailor's formula or by event simulation (default sailor)",
-    },
-    "--max-usd": {"type": positive, "metavar": "USD", "help": "the most that an iteration may cost, in dollars"},
-    "--gpu-price": {
-        "action": "append",
-        "default": [],
-        "metavar": "TYPE=USD",
-        "help": "price of a GPU of this type, dollars an hour; may be repeated",
-    },
-    "--judge": {"type": Path, "metavar": "PLAN.json", "help": "score this plan instead of searching"},
-    "--no-simulate": {"action": "store_true", "help": "skip our event simulation of the plan"},
-    "--out-sailor": {"type": Path, "metavar": "PLAN.json", "help": "write the plan in Sailor's format"},
-}
-"""The flags for Sailor's files, with argparse's settings."""
-SHARED_FLAGS: dict[str, dict[str, Any]] = {
-    "--objective": {"metavar": "NAME", "help": f"what to optimise: {', '.join(OBJECTIVES)}"},
-    "--min-throughput": {"metavar": "RATE", "help": "reach at least this many iterations a second, such as 0.03it/s"},
-    "--json": {"action": "store_true", "help": "print the result as JSON"},
-}
-"""Flags that `atlas plan` has for both kinds of input."""
+def sailor_flags(group: argparse._ActionsContainer) -> None:
+    """The flags for Sailor's files."""
+    add = group.add_argument
+    add("--from-sailor", type=Path, metavar="DIR", help="the folder with Sailor's files")
+    add("--trace", metavar="TRACE.csv", help="GPUs by zone; a path, or a name in DIR/traces")
+    add("--model", metavar="NAME", help="a model of Sailor's files, such as OPT-350")
+    add("--gpu", action="append", default=[], metavar="TYPE", help="use only this GPU type; may be repeated")
+    add(
+        "--cost",
+        choices=("sailor", "events"),
+        help="rank the best plans by Sailor's formula or by event simulation (default sailor)",
+    )
+    add("--max-usd", type=positive, metavar="USD", help="the most that an iteration may cost, in dollars")
+    add(
+        "--gpu-price",
+        action="append",
+        default=[],
+        metavar="TYPE=USD",
+        help="price of a GPU of this type, dollars an hour; may be repeated",
+    )
+    add("--judge", type=Path, metavar="PLAN.json", help="score this plan instead of searching")
+    add("--no-simulate", action="store_true", help="skip our event simulation of the plan")
+    add("--out-sailor", type=Path, metavar="PLAN.json", help="write the plan in Sailor's format")
 
 
 def run_sailor(args: argparse.Namespace) -> int:
@@ -182,8 +178,11 @@ def main(argv: list[str] | None = None) -> int:
     """`python -m atlas.sailor`: exit code 2 and one message for what the user can fix."""
     description = "Plan from Sailor's files and score plans with Sailor's formula (docs/sailor.md)."
     parser = argparse.ArgumentParser(prog="python -m atlas.sailor", description=description, allow_abbrev=False)
-    for flag, settings in {**FLAGS, **SHARED_FLAGS}.items():
-        parser.add_argument(flag, **settings)
+    sailor_flags(parser)
+    add = parser.add_argument
+    add("--objective", metavar="NAME", help=f"what to optimise: {', '.join(OBJECTIVES)}")
+    add("--min-throughput", metavar="RATE", help="reach at least this many iterations a second, such as 0.03it/s")
+    add("--json", action="store_true", help="print the result as JSON")
     try:
         return run_sailor(parser.parse_args(argv))
     except AtlasError as error:

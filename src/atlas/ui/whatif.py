@@ -12,10 +12,11 @@ import math
 import shlex
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
-from atlas.errors import AtlasError, SpecError
+from pydantic import Field
+
+from atlas.errors import AtlasError
 from atlas.evaluate import Case, Result, build, evaluate, find_schedule, prepare, repriced, rows
 from atlas.ir.assemble import with_optimizer
 from atlas.ir.program import Program
@@ -24,7 +25,9 @@ from atlas.planner.placed import judged_result
 from atlas.schedules import SCHEDULES
 from atlas.schedules.eager import eager
 from atlas.spec import Job, override
+from atlas.spec.fields import Frozen, Text
 from atlas.spec.plan import job_text
+from atlas.spec.refusal import validated
 from atlas.ui.run_model import RunModel, shape_of
 from atlas.view.page import page_data
 
@@ -35,48 +38,27 @@ UNSEARCHED = "not searched yet: the first order of {}, before the search for a f
 STAND_IN = "not searched yet: shown with the order of eager 1F1B"
 SEARCHED = "searched: these are the figures of `atlas simulate`"
 
-
-LIMITS: dict[str, tuple[float, float]] = {
-    "bandwidth": (0.01, 100.0),
-    "latency": (0.0, 100.0),
-    "pipelines": (1, 1024),
-    "cells": (1, 4096),
-    "microbatches": (1, 4096),
-}
+Factor = Annotated[float, Field(strict=True, ge=0.01, le=100)]
+Copies = Annotated[int, Field(strict=True, ge=1, le=4096)]
 
 
-@dataclass(frozen=True)
-class SliderValues:
+class SliderValues(Frozen):
     """The sliders. `bandwidth` and `latency` are factors on every link of the job."""
 
-    bandwidth: float = 1.0
-    latency: float = 1.0
-    pipelines: int = 1
+    bandwidth: Factor = 1.0
+    latency: Annotated[float, Field(strict=True, ge=0, le=100)] = 1.0
+    pipelines: Annotated[int, Field(strict=True, ge=1, le=1024)] = 1
     """Of a cell: with the cells, they set the number of GPUs."""
-    cells: int = 1
-    microbatches: int = 1
-    schedule: str = "1f1b"
+    cells: Copies = 1
+    microbatches: Copies = 1
+    schedule: Text = "1f1b"
 
     def changed(self, data: Mapping[str, Any]) -> SliderValues:
         """These values with those of a request. AtlasError for one that is unknown or out of range."""
-        found: dict[str, Any] = {}
-        for key, value in data.items():
-            if key == "schedule":
-                found[key] = find_schedule(str(value)).name
-                continue
-            low, high = LIMITS.get(key, (0.0, -1.0))
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not is_number or not low <= value <= high or (isinstance(low, int) and value != int(value)):
-                known = ", ".join(f"{name} {lo:g} to {hi:g}" for name, (lo, hi) in LIMITS.items())
-                raise SpecError(
-                    where="what-if",
-                    key=key[:40],
-                    value=str(value)[:40],
-                    rule="is out of range" if key in LIMITS else "is not known",
-                    remedy=f"Give {known}, or schedule",
-                )
-            found[key] = int(value) if isinstance(low, int) else float(value)
-        return replace(self, **found)
+        found = validated(SliderValues, data, lambda keys: "what-if", "Change it").model_dump(exclude_unset=True)
+        if "schedule" in found:
+            find_schedule(found["schedule"])
+        return self.model_copy(update=found)
 
 
 class WhatIfDesk:
@@ -86,7 +68,7 @@ class WhatIfDesk:
         self.job: Job = model.case.job
         self.file, self.tcp = file, model.result.tcp
         case = model.case
-        self.base = SliderValues(
+        self.base = SliderValues.model_construct(  # a job may lie beyond the sliders
             pipelines=case.layout.num_pipelines,
             cells=self.job.cells,
             microbatches=self.job.num_microbatches,

@@ -66,14 +66,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--offline", action="store_true", help="requests have no deadline: fill all bubbles")
     add("--patience", type=positive, default=PATIENCE_S, metavar="S", help="deadline of a request, in seconds")
     aim_flags(parser)
-    add(
-        "--split",
-        type=whole(1, 64),
-        action="append",
-        metavar="N",
-        help="workers that share one copy of the model; may be repeated",
-    )
-    add("--chunk", type=whole(16, 65_536), action="append", metavar="N", help="tokens of a chunk; may be repeated")
+    add("--split", type=whole(1, 64), action="append", metavar="N", help="workers that share one copy of the model")
+    add("--chunk", type=whole(16, 65_536), action="append", metavar="N", help="tokens of a chunk")
     add("--cells", type=whole(1, 100_000), default=1, metavar="N", help="DP-cells to replay")
     add("--periods", type=positive, default=4.0, metavar="N", help="training iterations to measure")
     add(
