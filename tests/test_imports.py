@@ -18,6 +18,7 @@ MAX_MODULE_LINES, MAX_FUNCTION_LINES = 400, 60
 MAY_IMPORT = {
     "addresses": set(),
     "errors": set(),
+    "jit": set(),
     "lifetime": set(),
     "priority": set(),
     "console": {"ir"},
@@ -43,7 +44,8 @@ MAY_IMPORT = {
 """`ir, spec <- cost <- sim <- schedules <- evaluate <- planner <- launch <- cli`; `planner <- sailor`;
 `ir <- weather <- spec, wan`; `ir <- wan <- runtime <- launch`; `spec <- runtime`;
 `spec, cost <- runtime`; `sim <- fabric <- launch`; `ir <- view <- cli`. Everybody may import `addresses`, `errors`,
-`lifetime` and `priority`; `cli` and `commands` may import all. `console` is for command lines, BubbleTea's too."""
+`jit`, `lifetime` and `priority`; `cli` and `commands` may import all. `console` is for command lines, also
+BubbleTea's."""
 FREE = {"cli", "commands", "__main__"}
 BUBBLETEA_MAY_IMPORT = {
     "costs": {"atlas.spec", "atlas.cost"},
@@ -74,7 +76,7 @@ BUBBLETEA_MAY_IMPORT = {
 }
 """`windows <- admit <- sim`; `frames <- kv_blocks <- kv_server <- prefill <- handoff <- serve`; `admit <- serve`;
 `handoff <- vllm`. Nobody imports Atlas's commands or planner. Everybody may import `atlas.addresses`, `atlas.errors`,
-`atlas.lifetime` and `atlas.priority`."""
+`atlas.jit`, `atlas.lifetime` and `atlas.priority`."""
 BUBBLETEA_TORCH = {"kv_blocks", "kv_server", "prefill", "handoff", "serve", "vllm"}
 HEAVY = ("torch", "numba", "pydantic", "numpy", "rich")
 MAX_SECONDS = 0.3
@@ -117,7 +119,7 @@ def test_a_room_imports_only_what_lies_to_its_left(path: Path) -> None:
             assert own == "runtime", f"{path} imports torch: only runtime does"
         if parts[0] != "atlas" or own in FREE or own == "__init__" or len(parts) == 1:
             continue
-        rooms = {"__version__", "addresses", "errors", "lifetime", "priority", own} | MAY_IMPORT[own]
+        rooms = {"__version__", "addresses", "errors", "jit", "lifetime", "priority", own} | MAY_IMPORT[own]
         assert parts[1] in rooms, f"{own} may import {sorted(rooms)}, but {path.name} imports {name}"
 
 
@@ -139,7 +141,7 @@ def test_a_part_of_bubbletea_imports_only_what_lies_below_it(path: Path) -> None
         if parts[0] not in ("atlas", "bubbletea") or len(parts) == 1:
             continue
         part = f"atlas.{parts[1]}" if parts[0] == "atlas" else parts[1]
-        everybody = {"atlas.addresses", "atlas.errors", "atlas.lifetime", "atlas.priority", "atlas.__version__"}
+        everybody = {f"atlas.{name}" for name in ("__version__", "addresses", "errors", "jit", "lifetime", "priority")}
         allowed = {own} | everybody | BUBBLETEA_MAY_IMPORT[own]
         assert part in allowed, f"bubbletea.{own} may import {sorted(allowed)}, but {path.name} imports {name}"
 
