@@ -19,6 +19,7 @@ MAY_IMPORT = {
     "addresses": set(),
     "callers": set(),
     "errors": set(),
+    "jit": set(),
     "lifetime": set(),
     "priority": set(),
     "console": {"ir"},
@@ -44,9 +45,9 @@ MAY_IMPORT = {
 """`ir, spec <- cost <- sim <- schedules <- evaluate <- planner <- launch <- cli`; `planner <- sailor`;
 `ir <- weather <- spec, wan`; `ir <- wan <- runtime <- launch`; `spec <- runtime`;
 `spec, cost <- runtime`; `sim <- fabric <- launch`; `ir <- view <- cli`. Everybody may import `addresses`, `callers`,
-`errors`, `lifetime` and `priority`; `cli` and `commands` may import all. `console` is for command lines, BubbleTea's
+`errors`, `jit`, `lifetime` and `priority`; `cli` and `commands` may import all. `console` is for command lines, BubbleTea's
 too."""
-EVERYBODYS = ("addresses", "callers", "errors", "lifetime", "priority")
+EVERYBODYS = ("addresses", "callers", "errors", "jit", "lifetime", "priority")
 FREE = {"cli", "commands", "__main__"}
 BUBBLETEA_MAY_IMPORT = {
     "costs": {"atlas.spec", "atlas.cost"},
@@ -77,7 +78,7 @@ BUBBLETEA_MAY_IMPORT = {
 }
 """`windows <- admit <- sim`; `frames <- kv_blocks <- kv_server <- prefill <- handoff <- serve`; `admit <- serve`;
 `handoff <- vllm`. Nobody imports Atlas's commands or planner. Everybody may import `atlas.addresses`, `atlas.callers`,
-`atlas.errors`, `atlas.lifetime` and `atlas.priority`."""
+`atlas.errors`, `atlas.jit`, `atlas.lifetime` and `atlas.priority`."""
 BUBBLETEA_TORCH = {"kv_blocks", "kv_server", "prefill", "handoff", "serve", "vllm"}
 HEAVY = ("torch", "numba", "pydantic", "numpy", "rich")
 MAX_SECONDS = 0.3

@@ -10,7 +10,7 @@ from sailor_samples import write_inputs
 
 from atlas.sailor.events import simulated
 from atlas.sailor.inputs import Inputs, read_inputs
-from atlas.sailor.judge import all_reduce_s, combined_comm_s, judge, stage_memory_bytes
+from atlas.sailor.judge import PlanJudge, all_reduce_s, combined_comm_s, judge, stage_memory_bytes
 from atlas.sailor.links import Fit
 from atlas.sailor.money import money
 from atlas.sailor.plan_file import Replica, SailorPlan
@@ -51,7 +51,7 @@ def test_every_part_of_the_formula_by_hand(tmp_path: Path) -> None:
     assert verdict.sync_s == pytest.approx(ring)
     total = 3 * max(compute[0] + comm[0], compute[1] + comm[1]) + sum(comm) + sum(compute) + 0.003 + ring
     assert verdict.iteration_s == pytest.approx(total)
-    assert not verdict.clamps
+    assert not PlanJudge(inputs, plan_across()).clamps()
 
 
 def test_the_first_stage_waits_twice_only_in_pipelines_of_more_than_three() -> None:
@@ -81,9 +81,9 @@ def test_a_fit_that_goes_negative_is_clamped_and_reported(tmp_path: Path) -> Non
     inputs = flat_inputs(tmp_path, activation=10_000)
     path = tmp_path / "multizone_bandwidths_het.json"
     path.write_text(path.read_text().replace("[0.0, 0.0, 0.5]", "[0.0, 0.5, 0.5]"))
-    verdict = judge(read_inputs(tmp_path, inputs.trace, "toy"), plan_across())
-    assert verdict.iteration_s > 0
-    assert any("clamped" in note and "east-a/X-40 to west-a/X-40" in note for note in verdict.clamps)
+    found = PlanJudge(read_inputs(tmp_path, inputs.trace, "toy"), plan_across())
+    assert found.verdict([3, 5]).iteration_s > 0
+    assert any("clamped" in note and "east-a/X-40 to west-a/X-40" in note for note in found.clamps())
 
 
 def test_money_is_gpu_time_and_every_byte_that_leaves_its_zone(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from atlas.cost.table import PRIVATE, Costs, LinkCost, kind_costs
 from atlas.ir.assemble import with_optimizer
 from atlas.ir.program import BACKWARD, FORWARD, Ints, Layout
 from atlas.sailor.inputs import Inputs
-from atlas.sailor.judge import activation_bytes, stage_sync_s
+from atlas.sailor.judge import PlanJudge, activation_bytes
 from atlas.sailor.plan_file import Replica, SailorPlan
 from atlas.schedules.classic import one_f_one_b
 from atlas.sim import simulate
@@ -64,7 +65,8 @@ def _seconds(plan: SailorPlan, columns: tuple[tuple[Replica, ...], ...], costs: 
 
 def _costs(inputs: Inputs, plan: SailorPlan, columns: tuple[tuple[Replica, ...], ...]) -> Costs:
     num_stages, num_columns = plan.num_stages, len(columns)
-    sync_s = [stage_sync_s(inputs, plan, stage) for stage in range(num_stages)]
+    judge = PlanJudge(inputs, plan)
+    sync_s = [judge.sync_s(i, *span) for i, span in enumerate(pairwise([0, *plan.ends]))]
     stages = range(num_stages)
     rows = [[_kinds(inputs, plan, stage, column[stage], sync_s[stage]) for stage in stages] for column in columns]
     compute = np.array(rows, np.int64)

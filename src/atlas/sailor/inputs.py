@@ -81,8 +81,6 @@ class Inputs:
     egress: Egress
     notes: tuple[str, ...] = field(default=())
     """Notes about how the files were read, shown with the result."""
-    memo: dict[tuple[object, ...], tuple[float, tuple[str, ...]]] = field(default_factory=dict)
-    """Cache of a transfer or a ring between two replicas: the seconds, and what was clamped."""
 
     def microbatches(self) -> list[int]:
         return sorted({mbs for _, mbs, _ in self.times})

@@ -11,8 +11,9 @@ It leaves out latency, overlap of transfers with compute, and that links are sha
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -40,30 +41,118 @@ class Verdict:
     """By stage, one microbatch."""
     update_s: float
     sync_s: float
-    clamps: tuple[str, ...]
-    """Pairs whose fitted bandwidth was clamped for this plan."""
 
 
 def judge(inputs: Inputs, plan: SailorPlan) -> Verdict:
     """The iteration time of a plan that `check` accepts."""
-    clamps: dict[str, None] = {}
-    num_microbatches = math.ceil(inputs.global_batch / (plan.mbs * plan.num_replicas))
-    compute, update = [], 0.0
-    for layers, stage in zip(plan.layers, plan.replicas, strict=True):
-        kinds = {(replica.gpu, replica.tp) for replica in stage}
-        compute.append(max(stage_compute_s(inputs, gpu, plan.mbs, tp, layers) for gpu, tp in kinds))
-        update = max(update, *(inputs.times[gpu, plan.mbs, tp].update_s[layers[0]] for gpu, tp in kinds))
-    comm = _comm_s(inputs, plan, clamps)
-    sync = max(stage_sync_s(inputs, plan, i, clamps) for i in range(plan.num_stages))
-    slowest = max(c + t for c, t in zip(compute, comm, strict=True))
-    total = (num_microbatches - 1) * slowest + sum(comm) + sum(compute) + update + sync
-    return Verdict(total, num_microbatches, tuple(compute), tuple(comm), update, sync, tuple(clamps))
+    return PlanJudge(inputs, plan).verdict(plan.ends)
 
 
-def stage_compute_s(inputs: Inputs, gpu: str, mbs: int, tp: int, layers: tuple[int, ...]) -> float:
-    """Forward and backward of one microbatch through a run of layers."""
-    times = inputs.times[gpu, mbs, tp]
-    return sum(times.forward_s[layer] + times.backward_s[layer] for layer in layers)
+class PlanJudge:
+    """Judges plans with the same replicas and any layers. What it says of a stage, or of a border between two, is
+    computed once for each run of layers."""
+
+    def __init__(self, inputs: Inputs, plan: SailorPlan) -> None:
+        self.inputs, self.plan, self.num_replicas = inputs, plan, plan.num_replicas
+        self.num_microbatches = math.ceil(inputs.global_batch / (plan.mbs * plan.num_replicas))
+        self._columns = [list(zip(*pair, strict=True)) for pair in pairwise(plan.replicas)]
+        self._sends = [
+            ({_sending(inputs, a, b) for a, b in pairs}, {_sending(inputs, b, a) for a, b in pairs})
+            for pairs in map(set, self._columns)
+        ]
+        self._kinds = [{(replica.gpu, replica.tp) for replica in stage} for stage in plan.replicas]
+        self._rings = [{_ringing(inputs, a, b) for a, b in set(pairwise(stage))} for stage in plan.replicas]
+        self._stage, self._border = cache(self._one_stage), cache(self._one_border)
+
+    def verdict(self, ends: Sequence[int]) -> Verdict:
+        """`ends`: of each stage, the layer after its last."""
+        parts = [self._stage(i, a, b) for i, (a, b) in enumerate(pairwise([0, *ends]))]
+        borders = [self._border(i, end) for i, end in enumerate(ends[:-1])]
+        compute, update, sync = zip(*parts, strict=True)
+        comm = combined_comm_s([*(onward for onward, _ in borders), 0.0], [0.0, *(back for _, back in borders)])
+        slowest = max(c + t for c, t in zip(compute, comm, strict=True))
+        total = (self.num_microbatches - 1) * slowest + sum(comm) + sum(compute) + max(update) + max(sync)
+        return Verdict(total, self.num_microbatches, compute, tuple(comm), max(update), max(sync))
+
+    def sync_s(self, stage: int, start: int, end: int) -> float:
+        """The gradient ring of one stage over its slowest pair of neighbouring replicas."""
+        num_bytes = self._ring_bytes(stage, start, end)
+        return max((float(all_reduce_s(fit, num_bytes, self.num_replicas)) for fit in self._rings[stage]), default=0.0)
+
+    def _one_stage(self, stage: int, start: int, end: int) -> tuple[float, float, float]:
+        """Compute, update and ring of the slowest replica."""
+        times = [self.inputs.times[gpu, self.plan.mbs, tp] for gpu, tp in self._kinds[stage]]
+        compute = max(sum(t.forward_s[layer] + t.backward_s[layer] for layer in range(start, end)) for t in times)
+        return compute, max(t.update_s[start] for t in times), self.sync_s(stage, start, end)
+
+    def _one_border(self, stage: int, end: int) -> tuple[float, float]:
+        """A and B over the slowest pair of facing replicas."""
+        sizes = (activation_bytes(self.inputs, layer, self.plan.mbs) for layer in (end - 1, end))
+        onward_s, back_s = (
+            max(float(fit.seconds(size)) for fit in fits) for fits, size in zip(self._sends[stage], sizes, strict=True)
+        )
+        return onward_s, back_s
+
+    def _ring_bytes(self, stage: int, start: int, end: int) -> float:
+        return stage_bytes(self.inputs, start, end) / min(4, *(tp for _, tp in self._kinds[stage]))
+
+    # ---- money -----------------------------------------------------------------------------------------------
+    def egress_usd(self, ends: Sequence[int]) -> float:
+        """Price of every byte that leaves its zone in one iteration: activations and gradients of every replica and
+        microbatch, and the gradient ring."""
+        border_usd, ring_usd = self._prices
+        sent = [activation_bytes(self.inputs, end - 1, self.plan.mbs) * self.num_microbatches for end in ends[:-1]]
+        held = [stage_bytes(self.inputs, a, b) for a, b in pairwise([0, *ends])]
+        rings = sum(usd * size for usd, size in zip(ring_usd, held, strict=True))
+        share = 2 * (self.num_replicas - 1) / self.num_replicas
+        return sum(usd * size for usd, size in zip(border_usd, sent, strict=True)) + rings * share
+
+    @cached_property
+    def _prices(self) -> tuple[list[float], list[float]]:
+        """USD of a byte there and back over each border, and once around each ring."""
+        price = self.inputs.egress.usd_per_byte
+        borders = [sum(price(a.zone, b.zone) + price(b.zone, a.zone) for a, b in pairs) for pairs in self._columns]
+        rings = [pairwise([*stage, stage[0]]) for stage in self.plan.replicas]
+        return borders, [sum(price(a.zone, b.zone) for a, b in ring) for ring in rings]
+
+    # ---- clamps ----------------------------------------------------------------------------------------------
+    def clamps(self) -> list[str]:
+        """Pairs whose fitted bandwidth was clamped for this plan."""
+        return list(
+            dict.fromkeys(
+                f"{a.zone}/{a.gpu} to {b.zone}/{b.gpu}: the fitted bandwidth for {num_bytes / 1e6:.3g} MB is "
+                f"{fit.raw_gb_per_s(num_bytes):.3g} GB/s; clamped to {fit.floor_gb_per_s:.3g} GB/s (1 % of its maximum)"
+                for a, b, fit, num_bytes in self._messages()
+                if fit.clamped(num_bytes)
+            )
+        )
+
+    def _messages(self) -> Iterator[tuple[Replica, Replica, Fit, float]]:
+        """Every kind of message of the plan: sender, receiver, bandwidth and size."""
+        inputs, ends = self.inputs, self.plan.ends
+        for end, pairs in zip(ends[:-1], self._columns, strict=True):
+            onward, back = (activation_bytes(inputs, layer, self.plan.mbs) for layer in (end - 1, end))
+            for a, b in dict.fromkeys(pairs):
+                yield a, b, _sending(inputs, a, b), onward
+                yield b, a, _sending(inputs, b, a), back
+        for i, (stage, span) in enumerate(zip(self.plan.replicas, pairwise([0, *ends]), strict=True)):
+            whole = self._ring_bytes(i, *span)
+            for a, b in dict.fromkeys(pairwise(stage)):
+                for bucket in {min(BUCKET_BYTES, whole), whole % BUCKET_BYTES}:
+                    yield a, b, _ringing(inputs, a, b), bucket / self.num_replicas
+
+
+def _sending(inputs: Inputs, a: Replica, b: Replica) -> Fit:
+    return inputs.network.fit(a.end, a.sending_gpus, b.end, b.sending_gpus)
+
+
+def _ringing(inputs: Inputs, a: Replica, b: Replica) -> Fit:
+    return inputs.network.fit(a.end, 1, b.end, 1)
+
+
+def stage_bytes(inputs: Inputs, start: int, end: int) -> int:
+    """Gradients of a run of layers."""
+    return sum(inputs.sizes[1].params[start:end]) * FLOAT_BYTES
 
 
 def stage_memory_bytes(inputs: Inputs, layers: tuple[int, ...], tp: int, mbs: int, stages_after: int) -> int:
@@ -92,69 +181,8 @@ def combined_comm_s(forward_s: list[float], backward_s: list[float]) -> list[flo
     return comm
 
 
-def _comm_s(inputs: Inputs, plan: SailorPlan, clamps: dict[str, None]) -> list[float]:
-    forward, backward = [0.0] * plan.num_stages, [0.0] * plan.num_stages
-    for i in range(plan.num_stages - 1):
-        here, there = plan.replicas[i], plan.replicas[i + 1]
-        onward = activation_bytes(inputs, plan.layers[i][-1], plan.mbs)
-        back = activation_bytes(inputs, plan.layers[i + 1][0], plan.mbs)
-        for a, b in set(zip(here, there, strict=True)):
-            forward[i] = max(forward[i], _send_s(inputs, a, b, onward, clamps))
-            backward[i + 1] = max(backward[i + 1], _send_s(inputs, b, a, back, clamps))
-    return combined_comm_s(forward, backward)
-
-
-def _send_s(inputs: Inputs, a: Replica, b: Replica, num_bytes: int, clamps: dict[str, None]) -> float:
-    key = (a, b, num_bytes)
-    if key not in inputs.memo:
-        fit = inputs.network.fit(a.end, a.sending_gpus, b.end, b.sending_gpus)
-        inputs.memo[key] = float(fit.seconds(num_bytes)), _clamp_notes(fit, a, b, [num_bytes])
-    return _noted(inputs, key, clamps)
-
-
-def stage_sync_s(inputs: Inputs, plan: SailorPlan, stage: int, clamps: dict[str, None] | None = None) -> float:
-    """The gradient ring of one stage over its slowest pair of neighbouring replicas."""
-    clamps = {} if clamps is None else clamps
-    replicas = plan.replicas[stage]
-    tp = min(4, *(replica.tp for replica in replicas))
-    stage_bytes = sum(inputs.sizes[1].params[layer] for layer in plan.layers[stage]) * FLOAT_BYTES / tp
-    slowest = 0.0
-    for a, b in set(pairwise(replicas)):
-        slowest = max(slowest, _ring_s(inputs, a, b, stage_bytes, len(replicas), clamps))
-    return slowest
-
-
-def _ring_s(
-    inputs: Inputs, a: Replica, b: Replica, stage_bytes: float, num_replicas: int, clamps: dict[str, None]
-) -> float:
-    key = (a, b, stage_bytes, num_replicas)
-    if key not in inputs.memo:
-        fit = inputs.network.fit(a.end, 1, b.end, 1)
-        buckets = {min(BUCKET_BYTES, stage_bytes), stage_bytes % BUCKET_BYTES}
-        notes = _clamp_notes(fit, a, b, [bucket / num_replicas for bucket in buckets])
-        inputs.memo[key] = float(all_reduce_s(fit, stage_bytes, num_replicas)), notes
-    return _noted(inputs, key, clamps)
-
-
-def _noted(inputs: Inputs, key: tuple[object, ...], clamps: dict[str, None]) -> float:
-    """The seconds of a transfer or a ring; what was clamped for it is added to `clamps`."""
-    seconds, notes = inputs.memo[key]
-    if notes:
-        clamps.update(dict.fromkeys(notes))
-    return seconds
-
-
 def all_reduce_s(fit: Fit, stage_bytes: Any, num_replicas: Any) -> Any:
     """A ring over the slowest pair, bucket after bucket; of numbers or of arrays of them."""
     whole, rest = divmod(stage_bytes, BUCKET_BYTES)
     buckets_s = whole * fit.seconds(BUCKET_BYTES / num_replicas) if np.any(whole) else 0.0
     return 2 * (num_replicas - 1) * (buckets_s + fit.seconds(rest / num_replicas))
-
-
-def _clamp_notes(fit: Fit, a: Replica, b: Replica, sizes: Sequence[float]) -> tuple[str, ...]:
-    return tuple(
-        f"{a.zone}/{a.gpu} to {b.zone}/{b.gpu}: the fitted bandwidth for {num_bytes / 1e6:.3g} MB is "
-        f"{fit.raw_gb_per_s(num_bytes):.3g} GB/s; clamped to {fit.floor_gb_per_s:.3g} GB/s (1 % of its maximum)"
-        for num_bytes in sizes
-        if fit.clamped(num_bytes)
-    )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from atlas.errors import InfeasibleError
 from atlas.sailor.inputs import Inputs
-from atlas.sailor.judge import FLOAT_BYTES, Verdict, activation_bytes
+from atlas.sailor.judge import PlanJudge, Verdict
 from atlas.sailor.plan_file import SailorPlan
 
 
@@ -28,7 +28,7 @@ class Money:
 
 def money(inputs: Inputs, plan: SailorPlan, verdict: Verdict) -> Money:
     """An iteration's bill; a GPU type without a price is an error."""
-    return Money(usd_per_s(inputs, plan) * verdict.iteration_s, egress_usd(inputs, plan, verdict.num_microbatches))
+    return Money(usd_per_s(inputs, plan) * verdict.iteration_s, PlanJudge(inputs, plan).egress_usd(plan.ends))
 
 
 def usd_per_gpu_s(inputs: Inputs, gpu: str) -> float:
@@ -45,19 +45,3 @@ def usd_per_gpu_s(inputs: Inputs, gpu: str) -> float:
 
 def usd_per_s(inputs: Inputs, plan: SailorPlan) -> float:
     return sum(count * usd_per_gpu_s(inputs, end.gpu) for end, count in plan.gpus_by_end().items())
-
-
-def egress_usd(inputs: Inputs, plan: SailorPlan, num_microbatches: int) -> float:
-    """Price of every byte that leaves its zone in one iteration."""
-    price = inputs.egress.usd_per_byte
-    total = 0.0
-    for i, (layers, stage) in enumerate(zip(plan.layers, plan.replicas, strict=True)):
-        if i + 1 < plan.num_stages:
-            sent = activation_bytes(inputs, layers[-1], plan.mbs) * num_microbatches
-            for a, b in zip(stage, plan.replicas[i + 1], strict=True):
-                total += sent * (price(a.zone, b.zone) + price(b.zone, a.zone))
-        stage_bytes = sum(inputs.sizes[1].params[layer] for layer in layers) * FLOAT_BYTES
-        num = len(stage)
-        ring = sum(price(stage[j].zone, stage[(j + 1) % num].zone) for j in range(num))
-        total += ring * stage_bytes * 2 * (num - 1) / num
-    return total

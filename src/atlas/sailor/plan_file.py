@@ -10,7 +10,9 @@ only: `check` finds whether a plan fits the cluster.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,6 +49,15 @@ class SailorPlan:
     @property
     def num_stages(self) -> int:
         return len(self.layers)
+
+    @property
+    def ends(self) -> list[int]:
+        """Of each stage: the layer after its last."""
+        return [stage[-1] + 1 for stage in self.layers]
+
+    def split(self, ends: Sequence[int]) -> SailorPlan:
+        """With other layers on the same stages."""
+        return replace(self, layers=tuple(tuple(range(a, b)) for a, b in pairwise([0, *ends])))
 
     @property
     def num_replicas(self) -> int:

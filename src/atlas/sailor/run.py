@@ -19,7 +19,7 @@ from atlas.planner.objective import OBJECTIVES, Objective, amount, objective_of
 from atlas.sailor.check import check
 from atlas.sailor.events import simulated
 from atlas.sailor.inputs import Inputs, find_trace, read_inputs
-from atlas.sailor.judge import Verdict, judge
+from atlas.sailor.judge import PlanJudge, Verdict, judge
 from atlas.sailor.money import Money, money
 from atlas.sailor.plan_file import SailorPlan, read_plan, write_plan
 from atlas.sailor.search import Found, search
@@ -116,7 +116,7 @@ def _row(inputs: Inputs, plan: SailorPlan, verdict: Verdict, found: Found | None
         row["simulated"] = vars(simulated(inputs, plan))
     if found is not None:
         row["looked_at"] = {"outlines": found.num_outlines, "priced": found.num_priced, "judged": found.num_judged}
-    row["notes"] = _notes(inputs, verdict, bill, found)
+    row["notes"] = _notes(inputs, plan, bill, found)
     return row
 
 
@@ -130,8 +130,8 @@ def _stage(plan: SailorPlan, stage: int, verdict: Verdict) -> dict[str, Any]:
     }
 
 
-def _notes(inputs: Inputs, verdict: Verdict, bill: Money | None, found: Found | None) -> list[str]:
-    notes = [*inputs.notes, *verdict.clamps]
+def _notes(inputs: Inputs, plan: SailorPlan, bill: Money | None, found: Found | None) -> list[str]:
+    notes = [*inputs.notes, *PlanJudge(inputs, plan).clamps()]
     for name, gpu in inputs.gpus.items():
         price = "no price known" if gpu.usd_per_hour is None else f"{gpu.usd_per_hour:g} USD an hour ({gpu.price_from})"
         notes.append(f"{name}: {price}")

@@ -7,7 +7,7 @@ token: Sailor's files have iterations only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -20,8 +20,8 @@ from atlas.planner.objective import Objective
 from atlas.sailor.candidates import Expansion, PlacedOutline
 from atlas.sailor.check import check
 from atlas.sailor.inputs import GIB, Inputs
-from atlas.sailor.judge import Verdict, judge, stage_memory_bytes
-from atlas.sailor.money import egress_usd, usd_per_gpu_s, usd_per_s
+from atlas.sailor.judge import PlanJudge, Verdict, stage_memory_bytes
+from atlas.sailor.money import usd_per_gpu_s, usd_per_s
 from atlas.sailor.outlines import Outlines, Sketch
 from atlas.sailor.place import plans
 from atlas.sailor.plan_file import SailorPlan
@@ -137,9 +137,6 @@ class SailorSearch:
             bad |= self.candidates.missed(finite, usd, 1) > 0
         return np.where(bad, INFINITE, usd if self.candidates.minimise == "cost" else seconds)
 
-    def _score(self, seconds: float, usd: float) -> float:
-        return _score_of(self.objective, seconds, usd)
-
     def _keep(self, candidate: PlacedOutline) -> None:
         self.num_priced += 1
         egress_usd = candidate.egress_usd if self.objective.needs_prices else 0.0
@@ -152,17 +149,20 @@ class SailorSearch:
     def judged(self, plan: SailorPlan) -> tuple[float, Verdict]:
         """The judge's score of a plan."""
         self.num_judged += 1
-        verdict = judge(self.inputs, plan)
-        usd = 0.0
-        if self.objective.needs_prices:
-            usd = usd_per_s(self.inputs, plan) * verdict.iteration_s
-            usd += egress_usd(self.inputs, plan, verdict.num_microbatches)
-        return self._score(verdict.iteration_s, usd), verdict
+        return self._judged(PlanJudge(self.inputs, plan), plan.ends, self._gpus_usd(plan))
 
     def _polished(self, plan: SailorPlan) -> SailorPlan:
-        gpus_usd = usd_per_s(self.inputs, plan) if self.objective.needs_prices else 0.0
-        counts = 1.0 if self.objective.needs_prices else 0.0
-        return polished(self.inputs, plan, lambda s, usd: self._score(s, gpus_usd * s + counts * usd))
+        gpus_usd = self._gpus_usd(plan)
+        return polished(self.inputs, plan, lambda judge, ends: self._judged(judge, ends, gpus_usd)[0])
+
+    def _judged(self, judge: PlanJudge, ends: Sequence[int], gpus_usd: float) -> tuple[float, Verdict]:
+        verdict = judge.verdict(ends)
+        usd = gpus_usd * verdict.iteration_s + judge.egress_usd(ends) if self.objective.needs_prices else 0.0
+        return _score_of(self.objective, verdict.iteration_s, usd), verdict
+
+    def _gpus_usd(self, plan: SailorPlan) -> float:
+        """A second."""
+        return usd_per_s(self.inputs, plan) if self.objective.needs_prices else 0.0
 
     # ---- the best few ------------------------------------------------------------------------------------
     def _settle(self, tables: dict[int, SailorTables]) -> None:

@@ -9,7 +9,7 @@ if numba is needed.
 from __future__ import annotations
 
 from atlas.ir.program import Ints
-from atlas.sim.jit import entry, inlined, njit
+from atlas.jit import entry, inlined, njit
 from atlas.sim.lower import NONE
 from atlas.sim.network import (
     ARRIVE,

@@ -12,6 +12,7 @@ import numpy as np
 
 from atlas.cost.table import PRIVATE
 from atlas.ir.program import Ints
+from atlas.jit import entry, njit
 from atlas.sim.gate_rows import (
     G_END,
     G_FIRST,
@@ -28,7 +29,6 @@ from atlas.sim.gate_rows import (
     hold_group,
     settle,
 )
-from atlas.sim.jit import entry, njit
 from atlas.sim.lower import NONE, UNKNOWN, Events, Tables, require_all_done
 from atlas.sim.network import (
     DELIVERED,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from atlas.ir.program import Ints
-from atlas.sim.jit import njit
+from atlas.jit import njit
 from atlas.sim.lower import NONE, UNKNOWN
 from atlas.sim.phases import Gates
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from atlas.cost.table import FAIR, PRIVATE
 from atlas.ir.program import Ints, before
-from atlas.sim.jit import inlined, njit
+from atlas.jit import inlined, njit
 from atlas.sim.lower import FUTURE, NONE, UNKNOWN
 from atlas.sim.rows import (
     L_ACTIVE,

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atlas.ir.program import Ints
-from bubbletea.admit.jit import njit
+from atlas.jit import kept
 
 FREE, HELD, OUT, CLEAR = 0, 1, 2, 3
 """Rows of a Track [4, stages]: accelerator free at; bytes of KV held; until (the last one copied to the host by then);
@@ -58,7 +58,7 @@ class WorkerArrays(NamedTuple):
     least_tokens: int
 
 
-@njit
+@kept
 def first_above(values: Numbers, low: int, high: int, limit: float) -> int:
     """The first index from `low` on whose value is above `limit`; `high` if none is. Several times faster than numba's
     searchsorted."""
@@ -71,14 +71,14 @@ def first_above(values: Numbers, low: int, high: int, limit: float) -> int:
     return low
 
 
-@njit
+@kept
 def layer_ns(arrays: WorkerArrays, worker: int, tokens: int, context: int) -> int:
     rate = arrays.rate[worker]
     pairs = tokens * (context + tokens / 2.0)
     return int(np.ceil(max(rate[0], rate[1] + rate[2] * tokens + rate[3] * pairs)))
 
 
-@njit
+@kept
 def sent_ns(arrays: WorkerArrays, worker: int, from_ns: int, count: float) -> int:
     """When the last of `count` bytes has been sent, from `from_ns` on, with the bandwidth that training leaves."""
     low, high = arrays.net_ptr[worker], arrays.net_ptr[worker + 1]
@@ -101,7 +101,7 @@ def sent_ns(arrays: WorkerArrays, worker: int, from_ns: int, count: float) -> in
     return max(from_ns, int(arrays.anchor_ns + (turn + turns) * arrays.period_ns + np.ceil(inside)))
 
 
-@njit
+@kept
 def cut_to(arrays: WorkerArrays, worker: int, first: int, last: int, grain: int, room_ns: int) -> int:
     """The end of the part of a layer over tokens `[first, last)` that fits into `room_ns`: `last`, or a whole number of
     grains; `first` if none fits."""
@@ -113,7 +113,7 @@ def cut_to(arrays: WorkerArrays, worker: int, first: int, last: int, grain: int,
     return cut
 
 
-@njit
+@kept
 def run_layers(
     arrays: WorkerArrays,
     worker: int,
@@ -172,7 +172,7 @@ def run_layers(
     return at, row
 
 
-@njit
+@kept
 def place(
     arrays: WorkerArrays,
     track: Ints,
@@ -231,7 +231,7 @@ def place(
     return row, computed, delivered
 
 
-@njit
+@kept
 def idle_until(arrays: WorkerArrays, worker: int, from_ns: int, need_ns: float) -> float:
     """When a worker's windows from `from_ns` on add up to `need_ns`, without rounding to layers."""
     low, high = arrays.ptr[worker], arrays.ptr[worker + 1]
@@ -251,7 +251,7 @@ def idle_until(arrays: WorkerArrays, worker: int, from_ns: int, need_ns: float) 
     return float(origin + (turn + turns) * arrays.period_ns + starts[j] + (wanted - before[j]))
 
 
-@njit
+@kept
 def best_lanes(
     arrays: WorkerArrays,
     tracks: Ints,
@@ -291,7 +291,7 @@ def best_lanes(
     return found
 
 
-@njit
+@kept
 def delivered_on(
     arrays: WorkerArrays,
     tracks: Ints,

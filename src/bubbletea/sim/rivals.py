@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from atlas.ir.program import Ints
+from atlas.jit import kept
 from bubbletea.admit.fit import NEVER, WorkerArrays, layer_ns, sent_ns
-from bubbletea.admit.jit import njit_uncached
 from bubbletea.admit.records import AdmissionRefusal, Placement, PrefillRequest, PrefillSlice
 from bubbletea.admit.state import State
 
@@ -65,7 +65,7 @@ class Paper:
         self._turn = max(self._turn, turn)
 
 
-@njit_uncached
+@kept
 def first_fit(
     arrays: WorkerArrays, used: Ints, workers: Ints, first_layer: Ints, tokens: int, now_ns: int, spans: Ints
 ) -> int:
@@ -90,7 +90,7 @@ def first_fit(
     return found
 
 
-@njit_uncached
+@kept
 def one_bubble(arrays: WorkerArrays, used: Ints, worker: int, from_ns: int, need_ns: int) -> tuple[int, int, int]:
     """(start, period, window) of the first bubble with enough time; NEVER if none is long enough."""
     low, high = arrays.ptr[worker], arrays.ptr[worker + 1]

@@ -10,9 +10,9 @@ import pytest
 from admission_scenes import COSTS, MS, pattern, state_of
 
 from atlas.errors import AtlasError
+from atlas.jit import cache_folder, digest
 from bubbletea.admit import fit
 from bubbletea.admit.decide import admit, advance, cancel, complete, late, reforecast
-from bubbletea.admit.jit import cache_folder
 from bubbletea.admit.lanes import build_lanes, deal, need_bytes
 from bubbletea.admit.records import AdmissionRefusal, Placement, PrefillRequest
 from bubbletea.windows.free_network import Residual
@@ -209,10 +209,10 @@ def test_a_model_that_fits_no_lane_names_the_missing_memory_by_datacenter() -> N
 def test_compiled_code_of_a_changed_source_is_not_loaded(tmp_path: Path) -> None:
     """An index that names a class which was renamed since cannot be unpickled."""
     source = tmp_path / "fit.py"
-    folders = set()
+    digests = set()
     for text in ("class Ground: ...", "class WorkerArrays: ..."):
         source.write_text(text)
-        folders.add(cache_folder(source))
-    assert len(folders) == 2
+        digests.add(digest(source))
+    assert len(digests) == 2
     kept = fit.place._cache.cache_path  # type: ignore[attr-defined]
     assert Path(kept).is_relative_to(cache_folder(Path(fit.__file__))) or os.environ.get("NUMBA_CACHE_DIR")
