@@ -49,8 +49,11 @@ class SpecError(AtlasError):
 
     def __init__(self, *, where: str, key: str, value: object = None, rule: str, remedy: str) -> None:
         self.where, self.key, self.value, self.rule, self.remedy = where, key, value, rule, remedy
-        given = f" = {value!r}" if value is not None else ""
-        super().__init__(f"{where}: {key}{given}: {rule}. {remedy}")
+        if where.startswith("--") and key in (where.removeprefix("--"), "file", "folder"):  # a flag and its value
+            given = where if value is None else f"{where} {value!r}"
+        else:
+            given = f"{where}: {key}" if value is None else f"{where}: {key} = {value!r}"
+        super().__init__(f"{given}: {rule}. {remedy}")
 
 
 class InfeasibleError(SpecError):

@@ -144,7 +144,7 @@ def test_no_command_overwrites_its_input(atlas: Atlas, tmp_path: Path) -> None:
         "plan --from-sailor . --model x --trace x.csv --out-sailor run.timeline",
     ]
     for line in lines:
-        refused(atlas(*line.split()), ": file = ", "is an input of this command", "overwritten", "another name")
+        refused(atlas(*line.split()), "is an input of this command", "overwritten", "another name")
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 

@@ -115,7 +115,7 @@ def test_what_breaks_a_rule_is_infeasible(tmp_path: Path) -> None:
         "no stage may be empty": replace(PLAN, layers=((0, 1, 2, 3, 4), ())),
         "same number": replace(PLAN, replicas=((EAST, EAST), (WEST,))),
         "east-a has 4 X-40": replace(PLAN, replicas=((EAST,) * 3, (WEST,) * 3)),
-        "stays in its VM": replace(PLAN, replicas=((Replica("east-a", "X-40", 4, 2),) * 2, (WEST,) * 2)),
+        "must fit in one VM": replace(PLAN, replicas=((Replica("east-a", "X-40", 4, 2),) * 2, (WEST,) * 2)),
         "no such GPUs": replace(PLAN, replicas=((Replica("north", "X-40", 1, 1),) * 2, (WEST,) * 2)),
         "was not profiled": replace(PLAN, mbs=16),
     }

@@ -31,7 +31,7 @@ def test_a_plan_for_rough_weather_is_never_worse_at_its_percentile(tmp_path: Pat
 
 
 def test_confidence_needs_a_model() -> None:
-    with pytest.raises(SpecError, match="no link has a `model`"):
+    with pytest.raises(SpecError, match="no link has one"):
         plan(load_job(JOB), tries=0, confidence=0.9, break_even=False)
 
 

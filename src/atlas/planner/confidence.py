@@ -147,6 +147,6 @@ def _require_weather(job: Job) -> None:
         raise SpecError(
             where="--confidence",
             key="confidence",
-            rule="needs weather, and no link has a `model`",
+            rule="needs a link with a `model`, and no link has one",
             remedy="Learn one with `atlas wan learn`, and name it in the cluster (docs/weather.md)",
         )

@@ -338,9 +338,11 @@ def _batch(job: Job, where: Where) -> Iterator[SpecError]:
 
 def _stages(job: Job, where: Where) -> Iterator[SpecError]:
     layers, stages = job.model.layers, job.num_stages
-    cut = f"pp x interleave = {job.pp} x {job.interleave}" if job.interleave > 1 else "pp"
+    cut = f"pp x interleave = {job.pp} x {job.interleave}" if job.interleave > 1 else f"pp = {job.pp}"
     if stages > layers:
-        rule = f"{stages} stages are more than the model's {layers} layers ({cut})"
+        rule = f"{stages} stages are more than the model's {layers} layers" + (
+            f" ({cut})" if job.interleave > 1 else ""
+        )
         yield InfeasibleError(where=where(("pp",)), key="pp", value=job.pp, rule=rule, remedy=f"Use at most {layers}")
     split = job.layers_per_stage
     if split is None:
