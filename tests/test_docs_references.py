@@ -1,18 +1,36 @@
-"""Links and file names in README, CONTRIBUTING and docs/ refer to files that exist."""
+"""Links and file names in README, CONTRIBUTING, SECURITY, CHANGELOG and docs/ refer to files that exist, and every
+flag of every command is described."""
 
 from __future__ import annotations
 
+import argparse
 import re
+from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+import atlas.cli
+import bubbletea.cli
+import tvcache.cli
+
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+GUIDES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*GUIDES, *(ROOT / f"{name}.md" for name in ("CONTRIBUTING", "SECURITY", "CHANGELOG"))]
 FOLDERS = [ROOT / folder for folder in (".", "src", "src/atlas", "src/bubbletea")]
 NAMED = re.compile(r"`([\w./-]+/[\w.-]+\.(?:py|yaml|md))`")
 LINKED = re.compile(r"\]\(([^)#\s]+)")
 PLACEHOLDER = "NAME.py"
+FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
+NOT_GUIDES = {"log.md", "claims.md"}
+"""Pages about results, which do not tell how a flag is used."""
+EVERYWHERE = {"--json", "--set"}
+"""Flags of many commands with one meaning: one page describes them for all."""
+SAME_FLAGS = {"atlas coordinator": "atlas train"}
+"""docs/operating.md says that the first command takes flags of the second."""
+UNDESCRIBED: set[tuple[str, str]] = set()
+"""(command, flag) that may be missing from the pages."""
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -26,3 +44,38 @@ def test_named_files_exist(page: Path) -> None:
 def test_linked_files_exist(page: Path) -> None:
     linked = [target for target in LINKED.findall(page.read_text()) if not target.startswith("http")]
     assert [target for target in linked if not (page.parent / target).exists()] == []
+
+
+def flags_of(command: str, parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, inner in action.choices.items():
+                yield from flags_of(f"{command} {name}", inner)
+        elif action.help is not argparse.SUPPRESS:
+            yield from ((command, option) for option in action.option_strings if option.startswith("--"))
+
+
+def parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    for cli in (atlas.cli, bubbletea.cli):
+        for name in cli.COMMANDS:
+            parser, _ = cli.command_parser(name)
+            yield parser.prog, parser
+    for name in tvcache.cli.COMMANDS:
+        parser = tvcache.cli.TvcacheParser()
+        import_module(f"tvcache.commands.{name}").configure(parser)
+        yield f"tvcache {name}", parser
+
+
+def test_every_flag_is_named_on_a_page_that_names_its_command() -> None:
+    pages = [page.read_text() for page in GUIDES if page.name not in NOT_GUIDES]
+    named = [(text, set(FLAG.findall(text))) for text in pages]
+
+    def is_named(command: str, flag: str) -> bool:
+        commands = {command, SAME_FLAGS.get(command, command)}
+        return any(
+            flag in flags and (flag in EVERYWHERE or any(one in text for one in commands)) for text, flags in named
+        )
+
+    every = {flag for command, parser in parsers() for flag in flags_of(command, parser) if flag[1] != "--help"}
+    assert {"atlas train", "atlas wan probe", "bubbletea serve", "tvcache replay"} <= {command for command, _ in every}
+    assert {one for one in every if not is_named(*one)} == UNDESCRIBED
