@@ -45,8 +45,8 @@ MAY_IMPORT = {
 """`ir, spec <- cost <- sim <- schedules <- evaluate <- planner <- launch <- cli`; `planner <- sailor`;
 `ir <- weather <- spec, wan`; `ir <- wan <- runtime <- launch`; `spec <- runtime`;
 `spec, cost <- runtime`; `sim <- fabric <- launch`; `ir <- view <- cli`. Everybody may import `addresses`, `callers`,
-`errors`, `jit`, `lifetime` and `priority`; `cli` and `commands` may import all. `console` is for command lines, BubbleTea's
-too."""
+`errors`, `jit`, `lifetime` and `priority`; `cli` and `commands` may import all. `console` is for command lines,
+BubbleTea's too."""
 EVERYBODYS = ("addresses", "callers", "errors", "jit", "lifetime", "priority")
 FREE = {"cli", "commands", "__main__"}
 BUBBLETEA_MAY_IMPORT = {

@@ -176,3 +176,22 @@ def test_keeping_what_the_job_leaves_open_is_refused() -> None:
 
 def test_dollars_are_short() -> None:
     assert [dollars(x) for x in (1.0714e6, 250_415, 12.3, 3.2e9)] == ["$1.07M", "$250K", "$12.3", "$3.2B"]
+
+
+@pytest.mark.parametrize("minimise", ["throughput", "cost"])
+@pytest.mark.parametrize("kind", ["pipeline", "data"])
+def test_a_search_with_a_limit_agrees_with_one_without(kind: str, minimise: str) -> None:
+    compared = 0
+    for seed in range(8):
+        job, goal = random_job(seed), Objective(minimise)  # type: ignore[arg-type]
+        try:
+            found = make_plan(job, objective=goal, kind=kind, tries=0)
+        except AtlasError:
+            continue
+        figures, batch = found.winner.figures, found.space.sequences
+        best = float(goal.score(figures.iteration_s, figures.usd_per_iteration, figures.tokens))
+        for factor in (0.5, 0.999, 1.001, 2.0):
+            is_better = finds_better(job, factor * best, objective=goal, global_batch=batch, kind=kind)
+            assert is_better == (factor > 1), (seed, factor)
+            compared += 1
+    assert compared >= 8

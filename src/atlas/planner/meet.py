@@ -111,8 +111,7 @@ def _lane_bytes(
         mine = (src_dc == i) & (dst_dc == j)
         own, at_src, at_dst = num_bytes[mine], src_node[mine], dst_node[mine]
         pairs = np.unique(at_src * (int(at_dst.max()) + 1) + at_dst, return_inverse=True)[1]
-        nodes = (at_src, at_dst, pairs)
-        found[i, j] = LaneBytes(*(_most(own, node) for node in nodes), float(own.sum()))
+        found[i, j] = LaneBytes(_most(own, at_src), _most(own, at_dst), _most(own, pairs), float(own.sum()))
     return found
 
 
@@ -183,7 +182,7 @@ def meeting_s(cluster: ClusterArrays, piece_bytes: Floats, candidate: Candidate)
 
 def _piece_dc(cluster: ClusterArrays, group: Group) -> Ints:
     dc = np.array([cluster.index[name] for name in group.stage_dc], np.int64)
-    return dc[np.array(group.stage_of)]
+    return np.asarray(dc[np.array(group.stage_of)])
 
 
 def started_s(candidate: Candidate, done_s: list[Floats]) -> list[Floats]:

@@ -6,11 +6,12 @@ within the same memory: those are tried too, with and without turns, and the fas
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from atlas.ir.program import Program
 from atlas.schedules.classic import gpipe, one_f_one_b
 from atlas.schedules.eager import fastest_warm_up
-from atlas.schedules.grid import SLACK, tighter_limits
+from atlas.schedules.grid import SLACK, prices, tighter_limits
 from atlas.schedules.order import Order
 from atlas.schedules.search import Family, found_on_grid
 from atlas.schedules.setting import Progress, Setting
@@ -20,12 +21,16 @@ from atlas.schedules.zero_bubble import zero_bubble_order
 SEARCHED = 0.75
 """Share of the budget for the search over all families; zero bubble's own search has a third of the budget."""
 MANY_EVENTS = 200_000
-"""In larger Programs one order of a grid point is kept: each is many megabytes."""
+"""Of larger Programs one order of a grid point is kept, and none is remembered: each is many megabytes."""
 LIMITS, POINTS = 8, 2
 """Tighter limits of memory under which orders are searched as well, and the grid points of each. A point has as many
 tries as under the own limit, so a setting with that limit begins its search in the same way."""
 MANY_TRIES, FEW_EVENTS = 72, 20_000
 """Searches with a smaller budget or of larger Programs have no time for tighter limits."""
+
+REMEMBERED = 64
+"""Settings whose fastest order without a search is remembered."""
+_plain: dict[Any, tuple[int, Program]] = {}
 
 
 def atlas(setting: Setting, progress: Progress | None = None) -> Program:
@@ -63,7 +68,20 @@ def _num_events(setting: Setting) -> int:
 
 
 def _without_search(setting: Setting) -> tuple[int, Program]:
-    """The fastest of what would be run without Atlas, within the same memory, as it is and taking turns."""
+    """The fastest of what would be run without Atlas, within the same memory, as it is and taking turns. Remembered:
+    plans search the same setting with few tries first, then with all."""
+    both = [setting.apart, *([] if setting.turns is None else [setting.turns])]
+    links = tuple((costs.links, costs.channel_link.tobytes(), costs.circuits) for costs in both)
+    key = (setting.layout, setting.memory, setting.recompute, prices(setting), links)
+    found = _plain.get(key) or _fastest_plain(setting)
+    if _num_events(setting) < MANY_EVENTS and key not in _plain:
+        if len(_plain) >= REMEMBERED:
+            _plain.pop(next(iter(_plain)))
+        _plain[key] = found
+    return found
+
+
+def _fastest_plain(setting: Setting) -> tuple[int, Program]:
     plain = [
         one_f_one_b(setting.layout, recompute=setting.recompute),
         gpipe(setting.layout, recompute=setting.recompute),

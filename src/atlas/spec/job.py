@@ -136,7 +136,7 @@ class Link(Frozen):
     """Figures that `atlas init` took from its catalogue: reports call them priors as long as they are unchanged."""
 
     def joins(self, a: str, b: str) -> bool:
-        return {a, b} == set(self.between)
+        return self.between in ((a, b), (b, a))
 
 
 class Route(Wan):
