@@ -181,8 +181,8 @@ def add_simulated(tallies: dict[str, Tally], line: dict[str, Any]) -> dict[str, 
         if ratio > 1 + 1e-9:
             atlas.lost += 1
             lost[str(value)] = (best, ratio)
-    found = {"violations": violations, "atlas_slower": lost, "behind_interleaved": interleaved}
-    return {**line, "seconds": seconds, **found}
+    counts = {"violations": violations, "atlas_slower": lost, "behind_interleaved": interleaved}
+    return {**line, "seconds": seconds, **counts}
 
 
 def short(job: Job) -> str:
