@@ -141,7 +141,7 @@ def test_launchers_of_one_datacenter_must_agree_on_their_number() -> None:
         )
 
     first = call(0, 2)
-    with pytest.raises(AtlasError, match=r"refused west \(2 of 3\): .* counts 2: give --node the same"):
+    with pytest.raises(AtlasError, match=r"refused west \(2 of 3\): .* as one of 2: give --node I/N with the same N"):
         call(1, 3)
     first.close()
     deadline = time.monotonic() + 60

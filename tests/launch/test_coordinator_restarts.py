@@ -86,5 +86,5 @@ def test_flags_of_a_coordinator_that_make_no_sense(
 def test_a_datacenter_may_not_have_the_coordinators_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "job.yaml").write_text(job_text("east", "coordinator"))
     assert main(["coordinator", str(tmp_path / "job.yaml"), "--state", str(tmp_path / "state")]) == 2
-    assert "that name is the coordinator's" in capsys.readouterr().err
+    assert "that name is reserved for the coordinator" in capsys.readouterr().err
     assert not (tmp_path / "state").exists()

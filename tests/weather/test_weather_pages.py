@@ -19,7 +19,7 @@ def test_the_page_of_a_path_says_how_to_read_it(tmp_path: Path) -> None:
     text = page.read_text()
     assert "A model of this path, learnt from 8 s of recorded packets: a link of" in text
     assert "For x % of the time a sender gets at most y % of the capacity." in text
-    assert "How long the recorded packets took" in text
+    assert "Round trips of the recorded packets" in text
 
 
 def test_a_monte_carlo_page_has_the_distribution_of_iteration_times(
