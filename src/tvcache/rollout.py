@@ -183,7 +183,7 @@ class Rollout:
         except CannotForkError:
             return function(environment)
         except Exception as error:
-            LOG.warning("tvcache: task %r: no copy of the environment for a reward (%s)", self.task.name, error)
+            LOG.warning("tvcache: task %r: could not copy the environment for a reward (%s)", self.task.name, error)
             self.private = True  # the reward may change what later calls see
             return function(environment)
         try:

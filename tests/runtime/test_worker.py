@@ -192,7 +192,7 @@ def test_a_step_without_sync_is_refused() -> None:
 def test_turns_with_several_stages_on_a_worker_are_refused() -> None:
     layout = Layout(2, 4, 1, ("a", "b"))
     orders = [[Op(k, s, 0) for k in (Kind.F, Kind.B) for s in stages] for stages in ((0, 2), (1, 3))]
-    with pytest.raises(ProgramError, match="a relay serves one boundary"):
+    with pytest.raises(ProgramError, match="turns work only with one stage on each worker"):
         run_in_threads(assemble("v", layout, orders, sharing=True), TRAINING)
 
 

@@ -59,9 +59,9 @@ def path_charts(model: PathModel, table: PacketTable) -> dict[str, PathChart]:
             "% of the time",
             "% of the capacity, at most",
             {"recorded": _ranked(100 - np.minimum(share[recorded], 98)), "drawn": _ranked(100 * left)},
-            "For x % of the time a sender gets at most y % of the capacity. Drawn: ten minutes of new weather, as "
-            "`atlas simulate --monte-carlo` uses it. Similar curves mean that drawn weather resembles the recorded "
-            "weather.",
+            "For x % of the time a sender gets at most y % of the capacity. Drawn: ten minutes of new cross traffic, "
+            "as `atlas simulate --monte-carlo` uses it. Similar curves mean that the drawn cross traffic resembles the "
+            "recorded one.",
         ),
     }
     if model.seconds > 2 * 3600:

@@ -269,4 +269,4 @@ def _varied(spread: Row) -> tuple[str, str]:
     """What varied between the runs of a Monte-Carlo; with weather, also the cause of the slowest runs."""
     if spread["tail_path"] is None:
         return "the job's jitter", ""
-    return "weather from the links' models", Tail(spread["tail_path"], spread["tail_share"]).words()
+    return "cross traffic from the links' models", Tail(spread["tail_path"], spread["tail_share"]).words()

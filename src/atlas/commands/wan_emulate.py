@@ -5,8 +5,8 @@ reaches the service that DST has at HOST:PORT; the addresses are printed as JSON
 namespace: real TCP between network namespaces, needs root. Each --at NODE="COMMAND" runs a command on a node;
 $ATLAS_NODE is its name and $ATLAS_ADDRESS_<NODE> are the addresses of all nodes.
 
-Ends with its commands, after --for seconds, or when interrupted. Then it prints how late the emulator was, and exits
-with 4 if it was so late that measurements are not valid.
+Ends when its commands end, after --for seconds, or when interrupted. Then it prints how late the emulator was, and
+exits with 4 if it was so late that measurements are not valid.
 """
 
 from __future__ import annotations

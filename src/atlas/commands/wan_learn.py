@@ -32,8 +32,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         choices=("auto", "constant", "peak", "pairs", "gru"),
         default="auto",
         help="how the path is fitted; peak: capacity from the highest rate; pairs: from packets sent back to back; "
-        "constant: no weather; gru: a small neural network, needs torch (default auto: peak or pairs, and whether "
-        "cross traffic reacts)",
+        "constant: the mean rate, no cross traffic; gru: a small neural network, needs torch (default auto: chooses "
+        "peak or pairs, and finds out whether cross traffic reacts to the sender)",
     )
     add("--page", type=Path, metavar="FILE", help="write a page: delay and rate, cross traffic")
     add("--json", action="store_true", help="print the figures as JSON")

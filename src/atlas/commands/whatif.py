@@ -132,7 +132,7 @@ def _show(found: WhatIf) -> None:
         said = ", ".join(f"{key.removesuffix('_s')} {seconds(value)}" for key, value in percentiles(times).items())
         varied = f"bandwidth and latency of every link varied (sigma {found.wan_sigma:g})"
         if found.runs.tail is not None:
-            varied = "weather drawn from the models of the links"
+            varied = "cross traffic drawn from the models of the links"
             said += f"; {found.runs.tail.words()}"
         show(f"{len(times)} runs, {varied}: {said}", "")
     show("All times are simulated.", priced(pricing(job), job.runtime))

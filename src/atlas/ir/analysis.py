@@ -374,7 +374,7 @@ def _varies(timeline: Timeline) -> str:
     spread = timeline.meta.get("spread")
     if not isinstance(spread, dict):
         return ""
-    varied = "jitter" if spread["tail_path"] is None else "weather"
+    varied = "jitter" if spread["tail_path"] is None else "cross traffic"
     low, middle, high = (_time(spread[key]) for key in ("p5_s", "p50_s", "p95_s"))
     return f" without {varied}, {middle} with it (90 % of {spread['runs']} runs: {low} to {high})"
 

@@ -131,7 +131,7 @@ class Agent:
                 message = self._next()
                 if "gone" in message:
                     kind = StartAgainError if message.get("code", START_AGAIN) == START_AGAIN else AtlasError
-                    without = "" if self.settings.apart else ", or leave its datacenter out (--without, --rendezvous)"
+                    without = "" if self.settings.apart else ", or with --without NAME and another --rendezvous"
                     text = f"{message['gone']}. This datacenter's workers were stopped. Start again when it answers"
                     raise kind(text + without)
                 if "finish" in message:

@@ -58,7 +58,7 @@ def unframed(buffer: bytearray, max_bytes: int) -> Message | None:
         return None
     (length,) = _LENGTH.unpack_from(buffer)
     if length > max_bytes:
-        raise ValueError(f"a frame of {length:,} bytes")
+        raise ValueError(f"a frame of {length:,} bytes is larger than the limit of {max_bytes:,}")
     if len(buffer) < _LENGTH.size + length:
         return None
     try:

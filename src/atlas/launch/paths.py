@@ -152,5 +152,5 @@ def require_emulable(program: Program, costs: Costs) -> None:
     if turns != (program.sharing and bool(program.boundary_crosses.any())):
         raise ProgramError(
             f"program {program.name!r} and its costs do not agree on whether pipelines take turns on the WAN: "
-            "price it as it is scheduled"
+            "pass the program's `sharing` to `price`"
         )

@@ -51,7 +51,7 @@ def confident(
     contenders = _contenders(families, _by_constants(planned, keep, tries, tick))
     for k, candidate in enumerate(contenders):
         if tick is not None:
-            tick("weather", k, len(contenders))
+            tick("cross traffic", k, len(contenders))
         try:
             found.append(_played(search, planned, candidate))
         except InfeasibleError:  # too long to simulate in full

@@ -56,11 +56,12 @@ class Confident:
     def words(self) -> str:
         percent = f"{100 * self.confidence:g}"
         chosen = (
-            f"{percent} % of {self.draws} runs with random weather take at most {self.percentile_s:.4g} s an iteration"
+            f"{percent} % of {self.draws} runs with random cross traffic take at most {self.percentile_s:.4g} s "
+            "an iteration"
         )
         if not self.changed:
             return f"{chosen}; no other plan is clearly better."
-        return f"{chosen}; with the plan that is best without weather: {self.constants_choice_s:.4g} s."
+        return f"{chosen}; with the plan that is best for constant links: {self.constants_choice_s:.4g} s."
 
 
 @dataclass(frozen=True, eq=False)

@@ -261,7 +261,7 @@ def require_runnable(program: Program) -> None:
     if program.sharing and program.num_stages != program.num_ranks:
         raise ProgramError(
             f"program {program.name!r} takes turns on the WAN with {program.num_stages} stages on {program.num_ranks} "
-            "workers of a pipeline: a relay serves one boundary. Give each worker one stage"
+            "workers of a pipeline: turns work only with one stage on each worker. Give each worker one stage"
         )
     sums = program.op_worker[(program.kind == Kind.SYNC) & (program.microbatch == 0)]
     if len(sums) > len(np.unique(sums)):

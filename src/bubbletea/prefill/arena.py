@@ -66,7 +66,7 @@ class Arena:
                 key="arena_bytes",
                 value=self.num_bytes,
                 rule=f"{what} needs {num_bytes} bytes and {self.free_bytes} are free",
-                remedy="Give the arena more memory, or split the model over more workers",
+                remedy="Raise --arena-mib of `bubbletea serve`, or split the model over more workers",
             )
         return room
 

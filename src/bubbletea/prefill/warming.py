@@ -29,7 +29,7 @@ def warm_up(shard: ModelShard, pace: PieceTimes, chunk: int) -> None:
     if room is None:  # then no piece will ever follow a whole chunk
         length, room = chunk, shard.arena.take(shard.job_bytes(chunk, chunk))
     if room is None:
-        raise WorkerError(f"the arena has no room for one chunk of {chunk} tokens beside the weights: enlarge it")
+        raise WorkerError(f"no memory is left beside the weights for one chunk of {chunk} tokens: raise --arena-mib")
     slabs, x = shard.lay_out(room, length, chunk)
     layer = shard.cut.layers[0]
     x.zero_()

@@ -388,7 +388,7 @@ class Dispatcher:
         elif run.sent and stuck_s > self.patience_s + 2 * self.planner.forecast.period_ns / SECOND:
             self._again(run, f"it made no progress in {stuck_s:.0f} s")
         elif self._is_stuck(run, now_ns, stuck_s):
-            self._again(run, "it made no progress on this lane", elsewhere=True)
+            self._again(run, "it made no progress on this copy of the model", elsewhere=True)
         elif run.sent and run.expected_ns + LATE_NS < now_ns:
             done = min(run.parcel.num_complete, run.request.prompt_tokens - 1)  # all but the logits
             self._follow(self.planner.late(run.request.id, done, now_ns))

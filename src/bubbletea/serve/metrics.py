@@ -51,14 +51,14 @@ class ServiceMetrics:
         self.handed_back = self._counter(
             "bubbletea:requests_handed_back", "Admitted requests that failed because no worker was left"
         )
-        self.lanes = self._gauge("bubbletea:lanes", "Lanes whose workers are all connected")
+        self.lanes = self._gauge("bubbletea:lanes", "Copies of the model whose workers are all connected")
         self._backlog = self._gauge("bubbletea:offline_backlog", "Offline requests that wait for a bubble")
         self._fill = self._gauge("bubbletea:fill_ratio", "Share of recent bubbles' time spent on prefill")
         self._slowdown = self._gauge(
             "bubbletea:training_slowdown_ratio", "Training's iteration time over the planned one, less 1"
         )
         self._fill_slowdown = self._gauge(
-            "bubbletea:filling_slowdown_ratio", "Iterations with prefill over iterations without, less 1"
+            "bubbletea:filling_slowdown_ratio", "Iteration time with prefill over that without, less 1"
         )
         self._share = self._gauge("bubbletea:fill_share", "Share of each wait that prefill may use")
         self._overcommitted = self._gauge(

@@ -37,14 +37,14 @@ class Roster:
         if self.device and device != self.device:
             raise WorkerError(
                 f"worker {name} computes on {device or 'an unknown device'}, and this service predicts prefill for "
-                f"{self.device}: start it with --device {device}"
+                f"{self.device}: serve with --device {device}"
             )
         if number not in self.numbers:
             raise WorkerError(f"worker {name} of {who.get('datacenter')} is not one of this service: check its --dc")
         worker = self.numbers.index(number)
         order = self.orders.get(worker)
         if order is None:
-            raise WorkerError(f"worker {name} is not needed: the lanes of this service do not include it")
+            raise WorkerError(f"worker {name} is not needed: no copy of the model in this service uses it")
         memory_bytes = int(who.get("memory_bytes", 0))
         if memory_bytes and memory_bytes < order.arena_bytes:
             raise WorkerError(

@@ -173,7 +173,7 @@ WHO = {"name": "p0.s1", "worker": 5, "datacenter": "east", "plan": "x", "device"
     ("change", "says"),
     [
         ({"plan": "y"}, "runs another plan"),
-        ({"device": "cpu"}, "start it with --device cpu"),
+        ({"device": "cpu"}, "serve with --device cpu"),
         ({"worker": 4}, "check its --dc"),
         ({"worker": 7}, "is not needed"),
         ({"memory_bytes": MIB}, "train with --filler-mib 8, or serve with --arena-mib 1"),

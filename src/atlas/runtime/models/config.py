@@ -121,8 +121,8 @@ def from_spec(model: Model) -> DecoderConfig:
     if model.is_gated == is_gpt:
         raise wrong("model.gated", model.is_gated, f"not supported for the {model.family} family", "Leave it out")
     if is_gpt and (model.num_kv_heads != model.heads or model.head_width * model.heads != model.hidden):
-        rule = "a gpt has as many key heads as query heads, and together they have its width"
-        raise wrong("model.kv_heads", model.num_kv_heads, rule, "Write family: llama, or leave kv_heads out")
+        rule = "a gpt needs kv_heads = heads, and heads x head_dim = hidden"
+        raise wrong("model.kv_heads", model.num_kv_heads, rule, "Write family: llama, or leave kv_heads, head_dim out")
     return DecoderConfig(
         num_layers=model.layers,
         width=model.hidden,
