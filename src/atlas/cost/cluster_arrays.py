@@ -192,18 +192,39 @@ class WanRate(NamedTuple):
     """Collecting the last chunk from them."""
 
 
-def wan_rate(
-    cluster: ClusterArrays, tp: int, src: Any, dst: Any, bits: Any, *, replicas: Any, cells: Any, turns: Any, tcp: str
-) -> WanRate:
-    """Transfers of `bits` from datacenter `src` to `dst`, for `replicas` pipelines in `cells` cells, of which `turns`
-    take turns with the paths of all their nodes (1: each has its own).
+def stage_workers_per_node(cluster: ClusterArrays, tp: int, dc: Any, replicas: Any, stages: Any) -> Any:
+    """How many workers of one stage share a node of datacenter `dc`, which holds `stages` workers of each of `replicas`
+    pipelines. Workers take the fewest nodes, as many on each, pipeline after pipeline, or stage after stage where the
+    runtime packs replicas."""
+    workers = stages * replicas
+    nodes = -(-workers // workers_per_node(tp, cluster.gpus_per_node[dc]))
+    in_node = -(-workers // nodes)
+    return np.minimum(replicas, in_node if RUNTIMES[cluster.runtime].packs_replicas else -(-in_node // stages))
 
-    D identical cells run the same timeline at the same moment, so each has exactly 1/D of a trunk. Where a boundary has
-    more workers than nodes, they divide their node's pair cap.
+
+def wan_rate(
+    cluster: ClusterArrays,
+    tp: int,
+    src: Any,
+    dst: Any,
+    bits: Any,
+    *,
+    replicas: Any,
+    stages: tuple[Any, Any],
+    cells: Any,
+    turns: Any,
+    tcp: str,
+) -> WanRate:
+    """Transfers of `bits` from datacenter `src` to `dst`, which hold `stages` workers of each of `replicas` pipelines.
+    These are in `cells` cells, of which `turns` take turns with the paths of all their nodes (1: each has its own).
+
+    D identical cells run the same timeline at the same moment, so each has exactly 1/D of a trunk. Workers of one stage
+    that share a node divide its pair cap.
     """
     net_bps = worker_bps(cluster, tp)
     slower_bps = np.minimum(net_bps[src], net_bps[dst])
-    crowd = np.ceil(replicas / np.minimum(cluster.nodes[src], cluster.nodes[dst]))
+    ends = zip((src, dst), stages, strict=True)
+    crowd = np.maximum(*(stage_workers_per_node(cluster, tp, dc, replicas, held) for dc, held in ends))
     pair_bps = np.minimum(path_bps(cluster, src, dst, tcp, crowd), slower_bps)
     trunk_bps = cluster.trunk_bps[src, dst] / cells
     # The sender keeps its own slice: (C - 1)/C of every byte goes over its network, and comes in likewise.

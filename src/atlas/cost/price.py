@@ -283,14 +283,16 @@ class WanTraffic:
 
     def rate(self, turns: int, trunk_parts: int = 1) -> WanRate:
         """By the one rule of `cluster_arrays`, as plain numbers; on one of equal parts of a cell's trunk."""
-        cluster, job = self.arrangement.cluster, self.job
+        cluster, job, ranks = self.arrangement.cluster, self.job, self.arrangement.rank_dc
+        src, dst = self.hops[0].src.name, self.hops[0].dst.name
         found = wan_rate(
             cluster,
             job.tp,
-            cluster.index[self.hops[0].src.name],
-            cluster.index[self.hops[0].dst.name],
+            cluster.index[src],
+            cluster.index[dst],
             sent_bytes(job) * 8,
             replicas=self.num_pipelines * job.cells,
+            stages=(ranks.count(src), ranks.count(dst)),
             cells=job.cells * trunk_parts,
             turns=turns,
             tcp=self.tcp,

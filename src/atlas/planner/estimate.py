@@ -16,6 +16,7 @@ Index legend: n pipeline shape, v variant of one (replicas, pipelines per cell),
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -177,14 +178,15 @@ class _Hops:
         v, boundary = at
         a, b = dc[shape[v], boundary], dc[shape[v], boundary + 1]
         replicas, cell = batch.replicas[v], batch.cell[v]
-        rate = wan_rate(
-            cluster, batch.tp, a, b, bits, replicas=replicas, cells=replicas // cell, turns=cell, tcp=space.tcp
-        )
+        source, target = ((dc[shape[v]] == end[:, None]).sum(axis=1) for end in (a, b))
+        stages = source, target
+        wan = partial(wan_rate, cluster, batch.tp, a, b, bits, replicas=replicas, stages=stages, tcp=space.tcp)
+        rate = wan(cells=replicas // cell, turns=cell)
         work_s = bits / rate.rate_bps
         one_way_s = work_s + rate.before_s + rate.after_s + cluster.latency_s[a, b]
         self.way_s[at], self.back_s[at], self.load_s[at] = 2 * one_way_s, one_way_s, cell * work_s
         # Without turns a transfer has one pair's path, and no slices to scatter: it may be the faster one.
-        apart = wan_rate(cluster, batch.tp, a, b, bits, replicas=replicas, cells=replicas, turns=1, tcp=space.tcp)
+        apart = wan(cells=replicas, turns=1)
         apart_s = bits / apart.rate_bps + cluster.latency_s[a, b]
         self.least_s[at] = np.minimum(one_way_s, apart_s)
         self.wan_s[at] = np.minimum(cell * work_s, bits / apart.rate_bps)
