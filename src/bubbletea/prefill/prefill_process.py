@@ -55,7 +55,7 @@ RESTART_S, MAX_RESTARTS, STEADY_S = 1.0, 5, 60.0
 for STEADY_S starts anew."""
 MAX_MESSAGE_BYTES = 64 * 1024
 NAME = "prefill"
-"""Of the process, for `ps` and `top`."""
+"""Of both processes, for `ps` and `top`."""
 
 
 class _Wire:
@@ -160,6 +160,7 @@ def _has_ended(pid: int) -> bool:
 # ---- the process that starts it --------------------------------------------------------------------------------------
 def _keep_running(settings: dict[str, Any], wire: _Wire) -> None:
     """Starts the process that prefills, and starts it again if it dies."""
+    Path("/proc/self/comm").write_text(NAME)
     os.setsid()  # Ctrl-C is for the worker
     _close_others(wire.sock.fileno())
     logging.getLogger("atlas").handlers = [_WarningSender(wire)]
@@ -251,7 +252,6 @@ class _Prefilling:
         self._arrival = _FarArrival(wire, 0)
 
     def run(self, is_first: bool) -> None:
-        Path("/proc/self/comm").write_text(NAME)
         if not is_first:
             lower_process_priority()
         self._wire.send("started", os.getpid())
