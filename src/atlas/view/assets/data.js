@@ -120,6 +120,9 @@ function duration(ns) {
   return ns.toFixed(0) + " ns";
 }
 
+/** `1 worker`, `2 workers`. */
+const counted = (count, plural) => `${count} ${count === 1 ? plural.replace(/s\b/, "") : plural}`;
+
 const percent = x => (100 * x).toFixed(x < 0.0995 ? 1 : 0) + " %";
 
 function spanName(s, i) {

@@ -169,7 +169,7 @@ function drawHeading(ctx, item, w) {
     ctx.font = "700 10.5px system-ui, 'DejaVu Sans', sans-serif"; ctx.fillStyle = Paint.accent;
     ctx.fillText(s.source.toUpperCase(), at, y + item.h / 2 + 1);
     ctx.font = "12px system-ui, 'DejaVu Sans', sans-serif"; ctx.fillStyle = Paint.soft;
-    ctx.fillText(`one iteration ${duration(s.figures.iteration_s * 1e9)} · accelerators busy ${percent(s.figures.utilization)} · ${s.figures.num_workers} workers`,
+    ctx.fillText(`one iteration ${duration(s.figures.iteration_s * 1e9)} · accelerators busy ${percent(s.figures.utilization)} · ${counted(s.figures.num_workers, "workers")}`,
       at + s.source.length * 8.6 + 10, y + item.h / 2 + 1);
     ctx.restore();
   } else if (item.kind === "group") {
@@ -180,7 +180,7 @@ function drawHeading(ctx, item, w) {
     const name = clipText(ctx, `${group.folded ? "▸" : "▾"} ${group.name}`, GUTTER - 14), after = 16 + ctx.measureText(name).width;
     ctx.fillText(name, 10, middle);
     ctx.fillStyle = Paint.soft; ctx.font = "11px system-ui, 'DejaVu Sans', sans-serif";
-    const count = `${group.rows.length} ${group.what}`;
+    const count = counted(group.rows.length, group.what);
     if (group.folded) ctx.fillText(count, 22, middle + (group.links ? 14 : 16));
     // Left of the plot, where no line crosses it; the number alone if there is no room for more.
     else ctx.fillText([count, String(group.rows.length)].find(text => after + ctx.measureText(text).width < GUTTER) || "", after, middle);
