@@ -1,5 +1,5 @@
-"""Links and file names in README, CONTRIBUTING, SECURITY, CHANGELOG and docs/ refer to files that exist, and every
-flag of every command is described."""
+"""Links and file names in README, CONTRIBUTING, SECURITY, CHANGELOG and docs/ refer to files that exist, tables have
+a header, and every flag of every command is described."""
 
 from __future__ import annotations
 
