@@ -1,5 +1,5 @@
-"""Links and file names in README, CONTRIBUTING, SECURITY, CHANGELOG and docs/ refer to files that exist, and every
-flag of every command is described."""
+"""Links and file names in README, CONTRIBUTING, SECURITY, CHANGELOG and docs/ refer to files that exist, tables have
+a header, and every flag of every command is described."""
 
 from __future__ import annotations
 
@@ -44,6 +44,13 @@ def test_named_files_exist(page: Path) -> None:
 def test_linked_files_exist(page: Path) -> None:
     linked = [target for target in LINKED.findall(page.read_text()) if not target.startswith("http")]
     assert [target for target in linked if not (page.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_table_begins_with_a_header(page: Path) -> None:
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
+    assert [table for table in tables if not re.match(r"\|.*\n\|[-|]+\n", table)] == []
 
 
 def flags_of(command: str, parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:

@@ -4,8 +4,8 @@
     atlas regions aws                                those of one cloud
     atlas regions aws:us-east-1 gcp:europe-west4     prices there, and latency, throughput and egress between them
 
-Every figure is a prior: a list price or a measurement of others. `atlas wan probe` measures your own links. A figure
-that no public source has is shown as unknown. docs/regions.md has the sources.
+Every figure is a prior: a list price, an estimate, or a measurement of others. `atlas wan probe` measures your own
+links. A figure that no public source has is shown as unknown. docs/regions.md has the sources.
 """
 
 from __future__ import annotations
