@@ -242,7 +242,7 @@ class LogStore:
                 if line.endswith(b"\n"):
                     self.damaged += 1
                     end = offset + len(line)
-                    LOG.warning("tvcache: %s: the record at byte %d is damaged: left out", self.path, offset)
+                    LOG.warning("tvcache: %s: the record at byte %d is damaged and is skipped", self.path, offset)
                 continue
             self._apply(record, offset, len(line))
             end = offset + len(line)

@@ -79,7 +79,7 @@ class Peers:
             try:
                 new = (record is not None and self._log.adopt(record)) or new
             except ArgumentsError as error:
-                LOG.warning("tvcache: site %s sent an invalid record (%s): left out", endpoint.url, error)
+                LOG.warning("tvcache: site %s sent an invalid record (%s), which is skipped", endpoint.url, error)
         if new:
             self._grown.set()
         return new
