@@ -85,8 +85,7 @@ class Simulation:
 
     @property
     def drawn(self) -> list[Result]:
-        """The results that a figure shows: those on many connections where there are some. One connection can take
-        twenty times as long, and the others would be too small to see."""
+        """The results in a figure: those on many connections, if any; the others can take twenty times as long."""
         return [result for result in self.results if result.tcp == "many"] or list(self.results)
 
     def figure(self) -> Figure:
@@ -266,8 +265,7 @@ def plan(
     `fabrics` ("rail,photonic") are tried in each datacenter; `break_even` also says when the verdict changes.
     """
     job, _ = opened(job, to_plan=True)
-    if confidence is not None:
-        require_weather(job)
+    require_weather(job, confidence)
     batch = global_batch or batch_of(job)
     cheapest = min_throughput is not None or deadline is not None
     goal = objective_of(
@@ -297,8 +295,7 @@ class WhatIf:
     marginals: tuple[Marginal, ...]
     """What a tenth more of each resource saves, the best first."""
     runs: MonteCarlo
-    """The Monte-Carlo runs: `times_s` of their iterations; `tail`: with random cross traffic, the link that makes runs
-    slow."""
+    """The Monte-Carlo runs: `times_s` of their iterations, and the link whose cross traffic slows most (`tail`)."""
     wan_sigma: float
 
     def table(self) -> list[dict[str, Any]]:

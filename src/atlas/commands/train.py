@@ -117,7 +117,7 @@ def filler_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--filler",
         metavar="NAME",
-        help="what runs while workers wait: bubbletea, with `bubbletea serve` (default: nothing)",
+        help="what uses the time in which workers wait: bubbletea (start `bubbletea serve` too; default: nothing)",
     )
     add("--filler-folder", type=Path, metavar="DIR", help="folder in which the filler's service writes its address")
     add(

@@ -91,7 +91,7 @@ class TrainOptions:
     gather_s: float = 600.0
     """Wait this time for all launchers at the start."""
     filler: FillerChoice | None = None
-    """What runs while workers wait."""
+    """What uses the time in which workers wait."""
 
     @classmethod
     def of(

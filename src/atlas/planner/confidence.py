@@ -140,10 +140,10 @@ def whole_times_s(whole: Whole, draws: int, seed: int, first: int = 0) -> list[f
     return [max(run.time_s(k) for run in runs) + rest_s for k in range(first, draws)]
 
 
-def require_weather(job: Job) -> None:
-    """Raise SpecError where no link of the job has a model: all its iterations take the same time."""
+def require_weather(job: Job, confidence: float | None) -> None:
+    """Raise SpecError for a confidence where no link of the job has a model: its iterations take the same time."""
     links: Sequence[object] = (job.cluster.wan, *(job.cluster.links or ()))
-    if not any(getattr(link, "model", None) for link in links):
+    if confidence is not None and not any(getattr(link, "model", None) for link in links):
         raise SpecError(
             where="--confidence",
             key="confidence",

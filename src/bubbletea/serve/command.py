@@ -3,7 +3,8 @@
 Training is a command of its own: `atlas train PLAN --emulate --filler bubbletea`, or `--dc NAME` in each datacenter,
 with one service in each (`bubbletea serve PLAN --dc NAME`). Service and training can start, stop and restart in any
 order. Without PLAN there is no training: `--alone N` workers only prefill. Without --model a tiny shipped model is
-served. Ctrl-C drains the service: admitted requests are finished, new ones refused; a second Ctrl-C stops it at once.
+served. A hand-off sends the keys and values (KV) of a prompt to a decode engine, such as vLLM. Ctrl-C drains the
+service: admitted requests are finished, new ones refused; a second Ctrl-C stops it at once.
 """
 
 from __future__ import annotations
