@@ -24,7 +24,7 @@ from atlas.ir.timeline import Timeline
 from atlas.planner import report
 from atlas.planner.breakeven import BreakEven, break_even
 from atlas.planner.change import Sweep, parse_sweep
-from atlas.planner.confidence import confident
+from atlas.planner.confidence import confident, require_weather
 from atlas.planner.fabrics import FabricChoice, best_fabrics
 from atlas.planner.families import Families, find_families
 from atlas.planner.files import candidate_of, plan_of
@@ -85,8 +85,7 @@ class Simulation:
 
     @property
     def drawn(self) -> list[Result]:
-        """The results that a figure shows: those on many connections where there are some. One connection can take
-        twenty times as long, and the others would be too small to see."""
+        """The results in a figure: those on many connections, if any; the others can take twenty times as long."""
         return [result for result in self.results if result.tcp == "many"] or list(self.results)
 
     def figure(self) -> Figure:
@@ -174,7 +173,7 @@ class PlanSearch:
     """What `plan` returns. In Jupyter it shows the placement on a map, and the plans that were not chosen."""
 
     found: Planned
-    """The winner and its rivals, as the planner has them."""
+    """The best plan and the others that were simulated, as the planner has them."""
     families: Families
     """The best plan of each family."""
     ask_break_even: bool = True
@@ -187,7 +186,7 @@ class PlanSearch:
         return plan_of(self.found)
 
     def table(self) -> list[dict[str, Any]]:
-        """One dict for each plan that was simulated, the best first: placement, seconds, dollars, why it lost."""
+        """One dict for each plan that was simulated, the best first: placement, seconds, dollars, why not chosen."""
         return report.rows(self.found)
 
     def as_dict(self) -> dict[str, Any]:
@@ -262,10 +261,11 @@ def plan(
     `objective` is "throughput" or "cost"; the default is "cost" where `min_throughput` ("0.03it/s", "50000tok/s") or
     `tokens` with a `deadline` ("300B", "30d") is given, else "throughput". `budget` limits dollars ("500/h", "2.5/it").
     `keep` names the keys that stay as the job has them; `tries` are those of the winner's schedule search (0: none).
-    `confidence` (0.95) chooses by that percentile of the iteration under weather drawn from the links' models;
+    `confidence` (0.95) chooses by that percentile of the iteration time with cross traffic of the links' models;
     `fabrics` ("rail,photonic") are tried in each datacenter; `break_even` also says when the verdict changes.
     """
     job, _ = opened(job, to_plan=True)
+    require_weather(job, confidence)
     batch = global_batch or batch_of(job)
     cheapest = min_throughput is not None or deadline is not None
     goal = objective_of(
@@ -295,7 +295,7 @@ class WhatIf:
     marginals: tuple[Marginal, ...]
     """What a tenth more of each resource saves, the best first."""
     runs: MonteCarlo
-    """The Monte-Carlo runs: `times_s` of their iterations, and with weather the cause of the `tail`."""
+    """The Monte-Carlo runs: `times_s` of their iterations, and the link whose cross traffic slows most (`tail`)."""
     wan_sigma: float
 
     def table(self) -> list[dict[str, Any]]:
@@ -317,7 +317,7 @@ class WhatIf:
 
     @property
     def title(self) -> str:
-        """Of the curve."""
+        """The title of the curve."""
         return f"{self.job.name}: what if {self._numeric[0].key} changes"
 
     def curve(self) -> str:
@@ -356,8 +356,8 @@ def whatif(
 
     A sweep is `KEY=VALUES`: values ("10,20,40"), a range ("10..100:10"), or a datacenter to lose or to add
     ("lose=east"). `replan` runs the planner at every value. `bottleneck` asks what a tenth more of each resource would
-    save. `monte_carlo` repeats the run with random weather on links that have a `model`, and with random bandwidths and
-    latencies (spread: `wan_sigma`) on the others.
+    save. `monte_carlo` repeats the run with random cross traffic on links that have a `model`, and with random
+    bandwidths and latencies (spread: `wan_sigma`) on the others.
     """
     parsed = [parse_sweep(text) for text in sweeps]
     job, plan = opened(job)
@@ -385,7 +385,7 @@ def train(
     --emulate`).
 
         run = atlas.train("examples/tiny.yaml", "atlas", steps=3, slower=3)
-        run.error                                   # predicted over measured iteration time, less one
+        run.error                                   # predicted / measured iteration time - 1
         atlas.Figure(run.predicted, run.measured)   # the two timelines
 
     `options` are those of `atlas.launch.train_options.TrainOptions`: steps, slower, device, model, data, learning_rate,

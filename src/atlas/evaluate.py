@@ -87,9 +87,9 @@ class Result:
     tcp: Tcp
     case: Case
     timeline: Timeline
-    """Of as many iterations as were asked for."""
+    """The Timeline of all iterations that were asked for."""
     single: Timeline
-    """Of one iteration: what every figure but `steady_s` is read from."""
+    """The Timeline of one iteration: every figure but `steady_s` comes from it."""
     bound: Bound
     spread: Spread | None = None
 
@@ -234,14 +234,14 @@ def build(
     return program
 
 
-def find_schedule(name: str) -> Schedule:
-    """The schedule of a name, or the error that names the nearest."""
+def find_schedule(name: str, flag: str = "--schedule") -> Schedule:
+    """The schedule of a name that a flag gives, or the error that names the nearest."""
     if name in SCHEDULES:
         return SCHEDULES[name]
     near = get_close_matches(name.lower().replace("_", "-"), SCHEDULES, n=1, cutoff=0.5)
     remedy = f"Did you mean {near[0]!r}? " if near else ""
     known = f"Known: {', '.join(SCHEDULES)}"
-    raise SpecError(where="--schedule", key="schedule", value=name, rule="no such schedule", remedy=remedy + known)
+    raise SpecError(where=flag, key=flag.removeprefix("--"), value=name, rule="no such schedule", remedy=remedy + known)
 
 
 def default_budget(case: Case) -> int:

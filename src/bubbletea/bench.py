@@ -243,6 +243,7 @@ def _served_model(url: str, key: str) -> str:
             return str(json.load(response)["data"][0]["id"])
     except (URLError, OSError, ValueError, KeyError, IndexError) as error:
         why = getattr(error, "reason", error)
+        why = getattr(why, "strerror", None) or why
         raise AtlasError(f"{url}: no service responds there ({why}). Start one with `bubbletea serve`") from None
 
 

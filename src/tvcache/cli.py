@@ -67,7 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OSError as error:
-        return _tell(f"{error.filename or 'output'}: {error.strerror or error}")
+        return _tell(
+            f"{error.filename or 'output'}: {error.strerror or error}. Free some space or choose another place"
+        )
 
 
 def _run(words: list[str]) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 
 from tvcache import messages
 from tvcache.endpoint import Certificates, HttpEndpoint
+from tvcache.errors import words_of
 from tvcache.stores import Ask, Lease
 from tvcache.values import Value
 
@@ -105,7 +106,7 @@ class Client:
         try:
             status, found = self.endpoint.post(path, sent, timeout_s)
         except UNREACHABLE as error:
-            self._down(f"no server at {self.endpoint.url} ({error}): running without a cache")
+            self._down(f"no server at {self.endpoint.url} ({words_of(error)}): running without a cache")
             return None
         if status == 401:
             self._down(f"{self.endpoint.url} refuses the token: running without a cache. Give its token")

@@ -23,3 +23,8 @@ class CannotForkError(TvcacheError):
 
 class ReplayError(TvcacheError):
     """A history could not be executed again."""
+
+
+def words_of(error: Exception) -> str:
+    """What an error says, without its number."""
+    return str(getattr(error, "strerror", None) or error)

@@ -129,7 +129,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ArgumentsError(f"the key {twice!r} appears twice in one object: which one counts is not defined")
+        raise ArgumentsError(f"the key {twice!r} appears twice in one object. Keep one of the two")
     return found
 
 

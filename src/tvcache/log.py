@@ -226,6 +226,10 @@ class LogStore:
                 f"{self.path}: another server uses this log. Stop it, or choose another with --log"
             ) from None
 
+    def _foreign(self) -> TvcacheError:
+        reader, server = "Give the file that `tvcache serve --log` wrote", "Choose another place with --log"
+        return TvcacheError(f"{self.path} is not a log of tvcache. {reader if self._read_only else server}")
+
     def _load(self) -> tuple[str, int]:
         """Read or create the file; its id and its end."""
         size = os.fstat(self._file).st_size
@@ -237,21 +241,19 @@ class LogStore:
             if not log_id:
                 if not line.endswith(b"\n"):
                     break  # truncated in the first line: the file is empty
-                raise TvcacheError(f"{self.path} is not a log of tvcache. Choose another place with --log")
+                raise self._foreign()
             if record is None:
                 if line.endswith(b"\n"):
                     self.damaged += 1
                     end = offset + len(line)
-                    LOG.warning("tvcache: %s: the record at byte %d is damaged: left out", self.path, offset)
+                    LOG.warning("tvcache: %s: the record at byte %d is damaged and is skipped", self.path, offset)
                 continue
             self._apply(record, offset, len(line))
             end = offset + len(line)
         self.end = end
         if self._read_only:
             if not log_id:
-                raise TvcacheError(
-                    f"{self.path} is not a log of tvcache. Give the file that `tvcache serve --log` wrote"
-                )
+                raise self._foreign()
             return log_id, end
         if end < size:
             LOG.warning(

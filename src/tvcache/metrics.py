@@ -23,8 +23,8 @@ class CacheMetrics:
             "tvcache_differences", "Values that differed when executed again", ["tool"], registry=registry
         )
         self.requests = Histogram(
-            "tvcache_request_seconds", "Requests, waiting for others included", ["path"], registry=registry,
-            buckets=SECONDS,
+            "tvcache_request_seconds", "Time of requests, including waits for calls of other clients", ["path"],
+            registry=registry, buckets=SECONDS,
         )  # fmt: skip
         log = server.log
         self._gauge("tvcache_values", "Values stored", lambda: len(log))

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from urllib.parse import quote
 
 from tvcache.endpoint import HttpEndpoint, is_loopback
-from tvcache.errors import ArgumentsError, TvcacheError
+from tvcache.errors import ArgumentsError, TvcacheError, words_of
 from tvcache.log import LogStore, unframed
 
 LOG = logging.getLogger("tvcache")
@@ -48,7 +48,7 @@ class Peers:
             except (OSError, http.client.HTTPException, ValueError, TvcacheError) as error:
                 if endpoint.url not in self.down:
                     self.down.add(endpoint.url)
-                    LOG.warning("tvcache: site %s does not answer (%s): trying again", endpoint.url, error)
+                    LOG.warning("tvcache: site %s does not answer (%s): trying again", endpoint.url, words_of(error))
                 self._stopping.wait(RETRY_S)
             else:
                 if endpoint.url in self.down:
@@ -79,7 +79,7 @@ class Peers:
             try:
                 new = (record is not None and self._log.adopt(record)) or new
             except ArgumentsError as error:
-                LOG.warning("tvcache: site %s sent an invalid record (%s): left out", endpoint.url, error)
+                LOG.warning("tvcache: site %s sent an invalid record (%s), which is skipped", endpoint.url, error)
         if new:
             self._grown.set()
         return new

@@ -129,7 +129,7 @@ def page(found: Mapping[str, Any]) -> str:
         ("hits", f"{found['hits']:,}"),
         ("hit rate", f"{100 * found['hit_rate']:.0f} %"),
         ("tool time saved", duration(found["saved_s"])),
-        ("executed", duration(found["executed_s"])),
+        ("tool time executed", duration(found["executed_s"])),
         ("values", f"{found['values']:,}"),
         ("tasks", f"{found['num_tasks']:,}"),
     ]

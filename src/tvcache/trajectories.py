@@ -81,7 +81,9 @@ def _objects(path: Path, text: str) -> Iterator[Any]:
                 try:
                     yield json.loads(line)
                 except (json.JSONDecodeError, RecursionError) as error:
-                    raise TvcacheError(f"{path}: line {number} is not JSON ({error})") from None
+                    raise TvcacheError(
+                        f"{path}: line {number} is not JSON ({error}). Fix or remove this line"
+                    ) from None
         return
     yield from whole if isinstance(whole, list) else [whole]
 

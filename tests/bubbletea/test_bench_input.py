@@ -13,7 +13,7 @@ from bubbletea.cli import main
     ("words", "message"),
     [
         (["foo"], "foo: not the address of a service. Write it like http://127.0.0.1:8000"),
-        (["http://127.0.0.1:1"], "no service responds there ([Errno 111] Connection refused)"),
+        (["http://127.0.0.1:1"], "no service responds there (Connection refused)"),
         (["http://127.0.0.1:1", "--prompt", "x"], "--prompt x: give MIN:MAX"),
         (["http://127.0.0.1:1", "--key-file", "nowhere"], "--key-file nowhere: cannot be read: No such file"),
         (["http://127.0.0.1:1", "--key-file", "binary"], "--key-file binary: cannot be read: 'utf-8' codec"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import yaml
@@ -95,6 +96,23 @@ def test_a_flag_that_is_not_a_number(atlas: Atlas, number: str) -> None:
         (*probe, "--every"),
     ):
         refused(atlas(*words, number), words[-1], repr(number), "number from")
+
+
+def test_a_message_names_the_flag_that_was_given(atlas: Atlas) -> None:
+    refused(atlas("schedules", "--show", "gpip", "tiny.yaml"), "--show 'gpip'")
+    refused(atlas("whatif", "tiny.yaml", "--sweep", "cluster.wan.latncy=1,2"), "--sweep cluster.wan.latncy=1")
+    refused(atlas("wan", "emulate", "tiny.yaml", "--at", "east-0=ls"), "--at needs --grade namespace", "leave out --at")
+    refused(atlas("data", "tokenize", "--end", "x", "--out", "shards"), "--end 'x'", "Leave out --end")
+
+
+def test_mistakes_that_are_known_at_the_start_are_refused_before_work_begins(atlas: Atlas) -> None:
+    said = atlas("train", "tiny.yaml", "--emulate", "--device", "tpu")
+    refused(said, "device 'tpu': must be paced, cpu or cuda:N")
+    assert "worker" not in said.err
+    refused(atlas("wan", "certs", "east", "we st"), "node 'we st'", "a datacenter alone")  # without a CA: see above
+    refused(atlas("wan", "certs", "east", "--out", "tiny.yaml"), "--out 'tiny.yaml'", "not a folder")
+    with patch("atlas.api.make_plan", side_effect=AssertionError):
+        refused(atlas("plan", "tiny.yaml", "--confidence", "0.95"), "--confidence", "`model`", "atlas wan learn")
 
 
 def test_a_run_that_cannot_start_or_finish(atlas: Atlas, tmp_path: Path) -> None:

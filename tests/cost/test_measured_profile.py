@@ -55,7 +55,7 @@ def test_layers_one_by_one(tmp_path: Path) -> None:
         ({"entries": []}, "entries"),
         ({"entires": []}, "Did you mean 'entries'?"),
         ({"entries": [{**ENTRY, "layer": {**LAYER, "forward_ms": 3}}]}, "Did you mean 'forward_s'?"),
-        ({"entries": [{**ENTRY, "layer": {**LAYER, "forward_s": -1}}]}, "greater than or equal to 0"),
+        ({"entries": [{**ENTRY, "layer": {**LAYER, "forward_s": -1}}]}, "at least 0"),
         ({"entries": [{**ENTRY, "layer": {**LAYER, "forward_s": float("nan")}}]}, "finite"),
         ({"entries": [{**ENTRY, "layer": {**LAYER, "forward_s": 0}}]}, "a layer takes no time"),
         ({"entries": [{**ENTRY, "layer": {"forward_s": 1}}]}, "backward_s: is required and missing"),

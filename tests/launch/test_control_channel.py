@@ -11,6 +11,7 @@ import threading
 import time
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 
@@ -139,6 +140,12 @@ def test_a_refused_launcher_gets_the_reason() -> None:
     assert not rendezvous.agents
     with pytest.raises(AtlasError, match=r"cannot listen there.*Choose a port that is free"):
         Rendezvous(rendezvous.address, Security(), admission)
+    unknown = socket.gaierror(-2, "Name or service not known")
+    with (
+        patch("atlas.launch.rendezvous.CallerServer.listen_at", side_effect=unknown),
+        pytest.raises(AtlasError, match="cannot listen there: Name or service not known"),
+    ):
+        Rendezvous(("nowhere", 7700), Security(), admission)
     rendezvous.close()
     with pytest.raises(StartAgainError, match=r"not reached.*correct --rendezvous"):
         RendezvousClient(rendezvous.address, EAST, WEST, "ours", Security(), grace_s=0.2, patience_s=0.2)

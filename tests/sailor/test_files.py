@@ -55,7 +55,7 @@ def test_the_command_plans_writes_and_judges_what_it_wrote(tmp_path: Path, capsy
     assert judged["sailor_s"] == planned["sailor_s"]
     assert planned["simulated"]["iteration_s"] > 0
     assert main(words(tmp_path, "--no-simulate", "--cost", "sailor")) == 0
-    assert "Sailor's judge" in capsys.readouterr().out
+    assert "Sailor's formula" in capsys.readouterr().out
 
 
 def test_the_search_gives_the_same_plan_every_time(tmp_path: Path) -> None:

@@ -131,11 +131,11 @@ def test_later_sets_win() -> None:
         ("..=3", "not a path of keys"),
         ("cluster.wan.latncy_ms=3", "Did you mean 'latency_ms'?"),
         ("cluster.datacenters.est.nodes=3", "east, west"),
-        ("cluster.datacenters[7].nodes=3", "has 2 items"),
+        ("cluster.datacenters[7].nodes=3", "no such item; cluster.datacenters has 2"),
         ("name.first=3", "has no parts"),
-        ("pp=four", "valid integer"),
-        ("pp=true", "valid integer"),
-        ("pp=2.0", "valid integer"),
+        ("pp=four", "must be a whole number"),
+        ("pp=true", "must be a whole number"),
+        ("pp=2.0", "must be a whole number"),
         ("pp=[", "not valid YAML"),
         ("a.b.c=3", "a: unknown key"),
         ("cluster.links[east,west].pair_gbps=3", "the job has no list cluster.links"),
@@ -158,16 +158,17 @@ def test_a_bad_set_names_itself(text: str, words: str) -> None:
         ("pair_gbps: 5", "pair_gbps: -5", ["cluster.wan.pair_gbps = -5", "greater than 0"]),
         ("latency_ms: 20", "latency_ms: .nan", ["cluster.wan.latency_ms", "finite"]),
         ("latency_ms: 20", "latency_ms: 1e999", ["cluster.wan.latency_ms", "finite"]),
-        ("latency_ms: 20", "latency_ms: twenty", ["cluster.wan.latency_ms = 'twenty'", "valid number"]),
-        ("layers: 8", f"layers: {'9' * 30}", ["model.layers", "less than or equal to 512"]),
+        ("latency_ms: 20", "latency_ms: twenty", ["cluster.wan.latency_ms = 'twenty'", "must be a number"]),
+        ("latency_ms: 20", "latency_ms: 40ms", ["'40ms': must be a number. Write only the number, without"]),
+        ("layers: 8", f"layers: {'9' * 30}", ["model.layers", "at most 512"]),
         ("layers: 8", f"layers: {'9' * 6000}", ["model.layers"]),
         ("pp: 4", "pp: 9", ["job.yaml:28", "9 stages are more than the model's 8 layers"]),
         ("pp: 4", "pp: 4\ninterleave: 3", ["4 x 3"]),
         ("pp: 4", "pp: 4\npp: 4", ["job.yaml:29", "is written twice"]),
         ("name: west", "name: east", ["two datacenters have this name"]),
-        ("name: west", "name: we.st", ["should be letters, digits, - and _"]),
+        ("name: west", "name: we.st", ["must consist of letters, digits, - and _"]),
         ("gpu: A100-40", "gpu: A100-4", ["no such GPU type", "Did you mean A100-40GB?"]),
-        ("name: east,", "name: east, location: [91, 0],", ["location[0] = 91", "less than or equal to 90"]),
+        ("name: east,", "name: east, location: [91, 0],", ["location[0] = 91", "at most 90"]),
         ("name: east,", "name: east, location: [0],", ["location", "missing"]),
         ("heads: 16", "heads: 15", ["must divide model.hidden"]),
         ("heads: 16", "heads: 16\n  kv_heads: 3", ["must divide model.heads"]),
@@ -178,8 +179,8 @@ def test_a_bad_set_names_itself(text: str, words: str) -> None:
         ("microbatch: 1", "placement: [{dc: east, stages: 3}]", ["add up to 3, but pp is 4"]),
         ("microbatch: 1", "placement: [{dc: east, stages: 2}, {dc: east, stages: 2}]", ["entry before names it too"]),
         ("microbatch: 1", "efficiency: 1.5", ["efficiency = 1.5"]),
-        ("microbatch: 1", "jitter: {wan: 1000}", ["jitter.wan = 1000", "less than or equal to 3"]),
-        ("microbatch: 1", "placement: []", ["should have at least 1 item, not 0"]),
+        ("microbatch: 1", "jitter: {wan: 1000}", ["jitter.wan = 1000", "at most 3"]),
+        ("microbatch: 1", "placement: []", ["must have at least 1 item, not 0"]),
         ("microbatch: 1", "precision: fp8", ["'bf16', 'fp16' or 'fp32'"]),
         ("model:\n", "model: gpt\nm:\n", ["m: unknown key"]),
         ("  # without `links`", "  links: [{between: [east, mars]}]\n  #", ["no such datacenter"]),
@@ -202,6 +203,11 @@ def test_a_link_without_any_latency_says_where_to_write_it(tmp_path: Path) -> No
     text = message(path, "cluster.links=[{between: [east, west]}]")
     assert "cluster.links[0].latency_ms" in text
     assert "cluster.wan.latency_ms" in text
+
+
+def test_a_list_whose_items_are_wrong_is_not_called_empty_too(tmp_path: Path) -> None:
+    path = tiny_with(tmp_path, "nodes: 4", "nodes: 2.5")
+    assert message(path).startswith("2 mistakes:")
 
 
 def test_more_stages_than_layers_is_infeasible_not_ill_formed() -> None:
@@ -276,7 +282,7 @@ def test_a_malicious_file_is_one_message(tmp_path: Path, name: str) -> None:
 
 
 def test_a_folder_and_a_missing_file_are_named(tmp_path: Path) -> None:
-    assert "is a directory" in message(tmp_path)
+    assert "is a folder" in message(tmp_path)
     assert "there is no such file" in message(tmp_path / "nothing.yaml")
     assert "cannot be read" in message("\0") or "no such file" in message("\0")
 

@@ -94,8 +94,8 @@ def test_a_damaged_record_in_the_middle_costs_only_itself(log: LogStore, caplog:
 def test_a_file_that_is_not_a_log_is_not_changed(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "x"
     path.write_bytes(content)
-    for read_only in (True, False):
-        with pytest.raises(TvcacheError, match="not a log"):
+    for read_only, remedy in ((True, "Give the file that"), (False, "Choose another place with --log")):
+        with pytest.raises(TvcacheError, match=f"not a log of tvcache. {remedy}"):
             LogStore(path, read_only=read_only)
     assert path.read_bytes() == content
 

@@ -143,7 +143,7 @@ def test_quantiles_are_of_the_values() -> None:
     ("words", "word"),
     [
         (["--mutates", "put", "--reads", "get"], "exclude each other"),
-        (["--mutates", "puts"], "no call of 'puts'"),
+        (["--mutates", "puts"], "no call of 'puts' in the file. Name some of get, put"),
         (["--seconds", "20..2"], "not a range"),
         (["--seconds", "two"], "not a range"),
         (["--at-once", "0"], "whole number from 1"),

@@ -141,7 +141,7 @@ def test_without_a_server_a_rollout_runs_and_logs_it_once(caplog: pytest.LogCapt
             with cache.rollout("t", lambda: MemoryEnvironment({}, {"f": lambda _: 7})) as rollout:
                 assert rollout.call("f", {}) == 7
     assert [record.message for record in caplog.records] == [
-        f"tvcache: no server at {url} ([Errno 111] Connection refused): running without a cache"
+        f"tvcache: no server at {url} (Connection refused): running without a cache"
     ]
 
 

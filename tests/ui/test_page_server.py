@@ -62,7 +62,7 @@ def test_a_post_must_be_a_small_json_object(page: ServedPage) -> None:
     assert asked(port, "/api/whatif/quick", kind, " " * (server_module.MAX_BODY + 1))[0] == 400
     code, _, body = asked(port, "/api/whatif/quick", kind, '{"cells": "many"}')
     assert code == 422
-    assert "cells = 'many': should be a valid integer" in json.loads(body)["error"]
+    assert "cells = 'many': must be a whole number" in json.loads(body)["error"]
     assert asked(port, "/api/whatif/none", kind, "{}")[0] == 404
 
 
@@ -142,6 +142,7 @@ def test_the_page_of_another_host_is_shown_here(page: ServedPage) -> None:
         (["ui", "http://127.0.0.1:9"], "no page answers there"),
         (["ui", "http://"], "not the address of a page"),
         (["ui", "examples/tiny.yaml", "--at", "x:y"], "must be PORT or HOST:PORT"),
+        (["ui", "examples/tiny.yaml", "--at", "127.0.0.1:99999"], "a port up to 65535"),
         (["ui", "examples/tiny.yaml", "--token-file", "nowhere"], "cannot be read"),
     ],
 )

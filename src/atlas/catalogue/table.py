@@ -174,7 +174,7 @@ def region(name: str, where: str) -> Region:
         found = [one for one in known if one.partition(":")[2] == cloud]
         if len(found) == 1:
             return known[found[0]]
-        rule, near = "is not CLOUD:REGION", _near_regions(cloud, list(known))
+        rule, near = "is not CLOUD:REGION, such as aws:us-east-1", _near_regions(cloud, list(known))
     elif cloud not in CLOUDS:
         rule = f"no cloud {cloud!r} in the catalogue"
         near = get_close_matches(cloud, CLOUDS, n=1, cutoff=0.4) or list(CLOUDS)

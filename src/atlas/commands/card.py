@@ -35,7 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--schedule", metavar="NAME", help="for a job: its schedule (default 1f1b)")
     add("--steps", type=whole(1, 1000), default=DEFAULT_STEPS, metavar="N", help="iterations to simulate")
     add("--contributor", default="", metavar="NAME", help="your name, for the card")
-    add("--contact", default="", metavar="EMAIL", help="your address, for the card")
+    add("--contact", default="", metavar="EMAIL", help="your email address, for the card")
     job_flags(parser)
     search_flags(parser)
 

@@ -65,7 +65,7 @@ def _tokenizer(path: Path | None, end: str | None) -> Tokenizer:
     if path is not None:
         return FileTokenizer(path, end)
     if end is not None:
-        raise AtlasError(f"--end {end!r}: without --tokenizer, documents end with a zero byte. Leave it out")
+        raise AtlasError(f"--end {end!r}: without --tokenizer, documents end with a zero byte. Leave out --end")
     return ByteTokenizer()
 
 

@@ -172,7 +172,11 @@ def _table(one: dict[str, Any]) -> list[Any]:
     parts = one["parts"]
     watts = one["server_watts_per_gpu"]
     servers = f" Servers: {watts:,g} W a GPU ({one['server_watts_source'] or 'of the job'})." if watts else ""
-    few = "" if all(row["fits"] for row in one["fabrics"]) else f" > {parts['switch_ports']}: more nodes than ports."
+    few = (
+        ""
+        if all(row["fits"] for row in one["fabrics"])
+        else f" > {parts['switch_ports']}: more nodes than a switch has ports."
+    )
     caption = f"Parts: {parts['source']}, {parts['date']}.{servers}{few}{' * in the job' if one['kind'] else ''}"
     powered = one["power_kw"] is not None
     figures = right("ports", "optics", "kW", "W/GPU", "$", "$/GPU", *(["GPUs fit"] if powered else []))

@@ -30,7 +30,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("folder", type=Path, metavar="DIR", help="a data point: one workload card and a trace per rank")
     add("--out", type=Path, required=True, metavar="JOB.yaml", help="the job file to write")
     add("--gpu", metavar="TYPE", help="GPU type, if the card names none that Atlas knows")
-    add("--recompute", action=argparse.BooleanOptionalAction, help="whether the run recomputed activations")
+    add(
+        "--recompute",
+        action=argparse.BooleanOptionalAction,
+        help="whether the run recomputed activations (default: no; traces of Atlas tell)",
+    )
     add("--salvage", action="store_true", help="read truncated traces up to the damage")
 
 

@@ -68,7 +68,7 @@ def _require(args: argparse.Namespace) -> None:
         remedy = "Add " + " ".join(f"--{flag} {examples[flag]}" for flag in missing) + ", or run it on a terminal"
         names = ", ".join(f"--{flag}" for flag in missing)
         rule = "are missing" if len(missing) > 1 else "is missing"
-        raise SpecError(where="atlas init", key=names, rule=rule, remedy=remedy)
+        raise SpecError(where="command line", key=names, rule=rule, remedy=remedy)
 
 
 def _show_models() -> None:

@@ -23,7 +23,12 @@ from atlas.view.table import plain_table, right, whole_words
 def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("folders", nargs="+", type=Path, metavar="DIR", help="a data point, a folder of traces, or one trace")
-    add("--against", type=Path, metavar="DIR", help="compare with this one; ratios are relative to it")
+    add(
+        "--against",
+        type=Path,
+        metavar="DIR",
+        help="another data point; the ratios are those of the first data point to it",
+    )
     add("--salvage", action="store_true", help="read truncated traces up to the damage")
     add("--definitions", action="store_true", help="print what every metric means")
     add("--json", action="store_true", help="print the metrics as JSON")

@@ -61,7 +61,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"how to search; {'; '.join(f'{name}: {words}' for name, (words, _) in STRATEGIES.items())}",
     )
-    add("--objective", metavar="NAME", help=f"what to optimise: {', '.join(OBJECTIVES)} (default throughput)")
+    add(
+        "--objective",
+        metavar="NAME",
+        help=f"what to optimise: {', '.join(OBJECTIVES)} (default throughput; with --min-throughput or --deadline, "
+        "cost)",
+    )
     add("--budget", metavar="USD", help="spend at most this: 500/h (an hour) or 2.5/it (an iteration)")
     add("--min-throughput", metavar="RATE", help="reach at least this: 0.03it/s or 50000tok/s")
     add("--tokens", metavar="N", help="tokens to train on by --deadline, such as 300B or 1e12")
@@ -114,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
     if args.from_sailor is not None:
         return _run_sailor(args)
     if args.job is None:
-        raise SpecError(where="atlas plan", key="JOB.yaml", rule="is missing", remedy="Name a job file")
+        raise SpecError(where="command line", key="JOB.yaml", rule="is missing", remedy="Name a job file")
     wanted = require_outputs({"--out": args.out, "--page": args.page, "--pareto": args.pareto})
     require_drawable(args.pareto, "--pareto")
     job, _ = load_job_or_plan(args.job, args.set, to_plan=True)
@@ -181,7 +186,7 @@ def _require_one_kind(args: argparse.Namespace) -> None:
         if getattr(args, name) not in (None, False, []):
             flag = "JOB.yaml" if name == "job" else f"--{name.replace('_', '-')}"
             rule = "cannot be used with --from-sailor" if theirs else "needs --from-sailor DIR"
-            raise SpecError(where="atlas plan", key=flag, rule=rule, remedy="Leave it out")
+            raise SpecError(where="command line", key=flag, rule=rule, remedy=f"Leave out {flag}")
 
 
 def _run_sailor(args: argparse.Namespace) -> int:

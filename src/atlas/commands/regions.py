@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
         chosen = [one for one in regions().values() if one.cloud == args.region[0].lower()]
         paired = False
     else:
-        chosen = list(dict.fromkeys(region(name, "atlas regions") for name in args.region)) or list(regions().values())
+        chosen = list(dict.fromkeys(region(name, "command line") for name in args.region)) or list(regions().values())
         paired = bool(args.region)
     if args.json:
         print_json(_as_dict(chosen, paired))

@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     if args.show is None:
         _list(args.json)
         return 0
-    schedule = find_schedule(args.show[0])
+    schedule = find_schedule(args.show[0], "--show")
     job, _ = load_job_or_plan(args.show[1], args.set)
     with Meter() as meter:
         program = build(prepare(job, schedule, args.tcp), schedule, budget=args.tries, seed=args.seed, progress=meter)

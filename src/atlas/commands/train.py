@@ -71,7 +71,7 @@ def how_flags(parser: argparse.ArgumentParser) -> None:
     """How the plan is trained: the same for all launchers."""
     add = parser.add_argument
     add("--schedule", metavar="NAME", help="schedule of a job; a plan has its own (default 1f1b)")
-    add("--tcp", choices=("one", "many"), help="TCP connections per node pair (default many)")
+    add("--tcp", choices=("one", "many"), help="TCP connections between two nodes (default many)")
     add("--recipe", type=Path, metavar="FILE", help="how to train (docs/recipes.md); the flags below replace its keys")
     add(
         "--steps",
@@ -117,7 +117,7 @@ def filler_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--filler",
         metavar="NAME",
-        help="what runs while workers wait: bubbletea, with `bubbletea serve` (default: nothing)",
+        help="what uses the time in which workers wait: bubbletea (start `bubbletea serve` too; default: nothing)",
     )
     add("--filler-folder", type=Path, metavar="DIR", help="folder in which the filler's service writes its address")
     add(
@@ -169,9 +169,9 @@ def run(args: argparse.Namespace) -> int:
     if args.dc is not None and args.page is not None:
         raise AtlasError("--page is for --emulate: with --dc give --timeline FILE, and draw it with `atlas view`")
     if args.dc is None and args.switch is not None:
-        raise AtlasError("--switch needs --dc: with --emulate the switches are emulated. Leave it out")
+        raise AtlasError("--switch needs --dc: with --emulate the switches are emulated. Leave out --switch")
     if args.dc is not None and args.weather_seed is not None:
-        raise AtlasError("--weather-seed is for --emulate: with --dc the links are real. Leave it out")
+        raise AtlasError("--weather-seed is for --emulate: with --dc the links are real. Leave out --weather-seed")
     recipe = recipe_of(args)
     job, plan = load_job_or_plan(args.plan, [*recipe.job_overrides, *args.set])
     _require_files(args, recipe, job.files)
@@ -256,7 +256,7 @@ def _print(name: str, options: TrainOptions, result: Rehearsal) -> None:
         f"  iteration, simulated  {predicted.iteration_ns / 1e6:10.1f} ms\n"
         f"  iteration, emulated   {measured.iteration_ns / 1e6:10.1f} ms   prediction off by {result.error:+.2%}\n"
         f"  loss by step          {', '.join(words)}\n"
-        f"  emulator late by      {run.late_s * 1e3:10.2f} ms   devices overrun {run.overrun_s * 1e3:.2f} ms"
+        f"  emulator late by      {run.late_s * 1e3:10.2f} ms   devices late by {run.overrun_s * 1e3:.2f} ms"
     )
     if result.was_host_too_slow:
         print("This host was too slow for these durations, so the emulated time is not valid: give a larger --slower")

@@ -46,7 +46,9 @@ def run(args: argparse.Namespace) -> int:
 def _beside(file: Path) -> Path:
     """The default name of the page, which is never that of the timeline file."""
     if not file.name:
-        raise SpecError(where="atlas view", key="FILE", value=str(file), rule="is a folder", remedy="Name a file in it")
+        raise SpecError(
+            where="command line", key="FILE", value=str(file), rule="is a folder", remedy="Name a file in it"
+        )
     return file.with_name(f"{file.name}.html") if file.suffix == ".html" else file.with_suffix(".html")
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from atlas.console import print_json, whole
-from atlas.wan.security.certs import CA_DAYS, DEFAULT_DAYS, expires, make_ca, make_node
+from atlas.console import print_json, require_folder, whole
+from atlas.wan.security.certs import CA_DAYS, DEFAULT_DAYS, expires, make_ca, make_node, require_names
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -27,6 +27,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    require_names(args.nodes, args.also)  # before a CA is made
+    require_folder(args.out, "--out")
     make_ca(args.out, days=args.ca_days)
     made = []
     for node in args.nodes:

@@ -55,7 +55,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="proxy: reach a service through a path",
     )
     add("--at", action="append", default=[], metavar="NODE=COMMAND", help="namespace: run a command on a node")
-    add("--no-gso", action="store_true", help="namespace: packets of 1500 bytes, to study loss")
+    add(
+        "--no-gso", action="store_true", help="namespace: send packets of 1500 bytes, as a real WAN does; to study loss"
+    )
     add("--kernel", action="store_true", help="namespace: shape with the kernel's netem, if available")
     add(
         "--weather-seed",
@@ -77,13 +79,12 @@ def run(args: argparse.Namespace) -> int:
     cluster = cluster_of(args.cluster)
     namespace = args.grade == "namespace"
     if (args.forward and namespace) or (args.at and not namespace):
-        raise AtlasError(
-            "--forward needs --grade proxy, and --at needs --grade namespace. Change --grade, or leave the flag out"
-        )
+        flag, grade = ("--forward", "proxy") if namespace else ("--at", "namespace")
+        raise AtlasError(f"{flag} needs --grade {grade}. Give that, or leave out {flag}")
     if args.record is not None:
         if not namespace:
             raise AtlasError(
-                "--record needs --grade namespace: the proxy does not see packets. Change it, or leave out --record"
+                "--record needs --grade namespace: the proxy does not see packets. Give that, or leave out --record"
             )
         require_folder(args.record, "--record")
     real = cluster_paths(

@@ -141,7 +141,7 @@ def _proportional(job: Job, room: dict[str, int], replicas: int) -> list[tuple[s
             key="pp",
             value=job.pp,
             rule=f"{job.pp} stages x {replicas} replicas x tp {job.tp} need {need} GPUs; the datacenters have {have}, "
-            f"room for {sum(room.values())} stages",
+            f"enough for {sum(room.values())} stages of all replicas",
             remedy="Use fewer cells, pipelines_per_cell or stages, or more nodes",
         )
     largest = sorted((name for name in room if room[name]), key=lambda name: -room[name])[: job.pp]

@@ -23,15 +23,17 @@ from atlas.spec.gpus import GPUS, Gpu
 CAUSES = ("wan", "peer", "sync", "fill", "drain")
 """Of bubbles, as `atlas.ir.analysis` names them."""
 OWN_DEFINITIONS = {
-    "step_time": "Mean length of the inner steps (all but the first and the last); without steps, all kernels.",
+    "step_time": "Mean length of the inner steps (without first and last); without steps, the span of all kernels.",
     "compute_time": "Union of compute kernels, fills and copies inside the device, per step; without communication.",
     "exposed_communication_time": "Union of communication kernels minus its overlap with compute, per step.",
-    "exposed_communication_fraction": "exposed_communication_time over step_time.",
+    "exposed_communication_fraction": "exposed_communication_time divided by step_time.",
     "idle_time": "Time of a step in which no kernel, fill or copy inside the device runs.",
     **{f"bubble_{cause}_time": f"Idle time per step with cause {cause}; only in traces of Atlas." for cause in CAUSES},
-    "compute_imbalance_ratio": "Largest over smallest compute_time of a rank; waiting is not counted.",
-    **{f"volume_per_step_{kind}_gb": f"10^9 bytes into {kind} per step; mean over ranks." for kind in COLLECTIVES},
-    "tokens_per_s": "Tokens per step (the card's batch size x sequence length) over step_time.",
+    "compute_imbalance_ratio": "Largest compute_time of a rank divided by the smallest; waiting is not counted.",
+    **{
+        f"volume_per_step_{kind}_gb": f"Gigabytes (10^9) into {kind} per step; mean over ranks." for kind in COLLECTIVES
+    },
+    "tokens_per_s": "Tokens per step (the card's batch size x sequence length) divided by step_time.",
     "flops_utilization": "(6(N - N_emb) + 6 L H Q S) x tokens_per_s / (devices x peak of the type); causal attention.",
 }
 """By name: the definition, in short."""

@@ -80,8 +80,8 @@ def _dials(rows: Sequence[Message]) -> list[str]:
     for (to, host, error), (sources, ports) in found.items():
         who = ", ".join(dict.fromkeys(sources))
         lines.append(
-            f"{to} is not reached at {host}, port {spans(ports)}, from {who}: {error.rstrip('.?')}. Correct it in "
-            f"{to.partition('/')[0]}, or, if it can dial the others, give --advertise none there"
+            f"{to} is not reached at {host}, port {spans(ports)}, from {who}: {error.rstrip('.?')}. Correct the "
+            f"address, port or firewall of {to.partition('/')[0]}; if it can dial the others, give it --advertise none"
         )
     return lines
 

@@ -193,7 +193,7 @@ class Coordinator:
             self._found = found
             start = self._resume_point(workers, agents, found, sites)
             if start.first_step >= num_steps:
-                sentence = f"{start.first_step} steps are done already, and --steps is {num_steps}: nothing to do"
+                sentence = f"{start.first_step} steps are done already, and --steps is {num_steps}. Give more steps"
                 return RunOutcome(start.first_step, [], sentence)
             self._num_done = max(self._num_done, start.first_step)
             self._prepare(workers, agents, start)

@@ -46,7 +46,7 @@ def trained_on(
     """`num_hosts`: by datacenter, lost ones included. Raises AtlasError if the remaining hosts cannot train it."""
     left = {dc: count - sum(place[0] == dc for place in lost) for dc, count in num_hosts.items()}
     if not lost:
-        return TrainedOn(full, lost, "all hosts are there", False)
+        return TrainedOn(full, lost, "all hosts are connected", False)
     fewer = None if full.groups else _fewer_pipelines(full, num_hosts, left, options)
     if fewer is not None:
         return TrainedOn(fewer, lost, _pipelines_in_words(full, fewer), False)

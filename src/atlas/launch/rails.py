@@ -288,7 +288,7 @@ class RailControl:
             why = repr(error)
         finally:
             if not self._closing:
-                self.fail(WorkerError(f"the controller of the circuits ended ({why}): no circuits change any more"))
+                self.fail(WorkerError(f"the controller of the circuits ended ({why}): circuits are no longer changed"))
             self._end()
 
     def _end(self) -> None:

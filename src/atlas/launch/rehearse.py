@@ -43,12 +43,12 @@ MAX_OVERRUN = 0.05
 
 @dataclass(frozen=True, eq=False)
 class Rehearsal:
-    """Prediction and measurement."""
+    """An emulated run on this machine: its predicted and its measured Timeline."""
 
     predicted: Timeline
     run: Emulation
     first_step: int
-    """Not 0 where the run resumed."""
+    """Steps that were done before this run; 0 unless it resumed from a checkpoint."""
 
     @property
     def measured(self) -> Timeline:
@@ -56,7 +56,7 @@ class Rehearsal:
 
     @property
     def error(self) -> float:
-        """Predicted over measured iteration time, minus one."""
+        """Predicted divided by measured iteration time, minus 1."""
         return self.predicted.iteration_ns / self.measured.iteration_ns - 1
 
     @property

@@ -116,7 +116,8 @@ class Rendezvous:
         try:
             self.address: Address = control_loop().run(self._server.listen_at(*address))
         except OSError as error:
-            why = os.strerror(error.errno) if error.errno else error
+            number = error.errno or 0  # below 0: the name does not resolve
+            why = os.strerror(number) if number > 0 else error.strerror or error
             raise AtlasError(
                 f"{address[0]}:{address[1]}: the coordinator cannot listen there: {why}. Choose a port that "
                 "is free and an address of this host (--rendezvous, the same in every datacenter; --listen of `atlas "

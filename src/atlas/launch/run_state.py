@@ -130,7 +130,7 @@ def _locked(folder: Path) -> IO[str]:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / LOCK).open("a+")
     except OSError as error:
-        raise AtlasError(f"{folder}: {error.strerror}. Choose another folder") from None
+        raise AtlasError(f"--state {folder}: cannot be used ({error.strerror}). Choose another folder") from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

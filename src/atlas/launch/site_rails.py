@@ -43,7 +43,8 @@ def require_switch(root: str | None, job: Job, datacenter: str) -> None:
     here = [dc.fabric for dc in job.cluster.datacenters if dc.name == datacenter]
     if here and (here[0] is None or here[0].kind != "photonic"):
         raise AtlasError(
-            f"--switch {root}: {datacenter} has no photonic rails. Leave it out, or give it fabric: {{kind: photonic}}"
+            f"--switch {root}: {datacenter} has no photonic rails. Leave out --switch, or write fabric: "
+            f"{{kind: photonic}} in that datacenter of the job"
         )
 
 

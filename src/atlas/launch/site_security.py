@@ -47,7 +47,7 @@ def expiry_watch(
         try:
             warn()
         except (OSError, ValueError, AtlasError) as error:  # it is being replaced, perhaps
-            say(f"warning: the certificates in {folder} cannot be read: {error}")
+            say(f"warning: the certificates in {folder} cannot be read: {error}. Check these files")
 
     warn()
     with Repeating("expiry of certificates", every_s, warn_again):

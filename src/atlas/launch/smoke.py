@@ -107,7 +107,7 @@ def report(program: Program, result: Comparison, run: Emulation, seconds: float)
             f"  loss                   {run.losses[0]:9.4f}      -> {run.losses[-1]:.4f}",
             f"  loss, relative diff.   {result.loss_difference:9.1e}      to a single process",
             f"  weights, rel. diff.    {result.weight_difference:9.1e}      to a single process",
-            f"  emulator late by       {run.late_s * 1e3:9.2f} ms   devices overrun {run.overrun_s * 1e3:.2f} ms",
+            f"  emulator late by       {run.late_s * 1e3:9.2f} ms   devices late by {run.overrun_s * 1e3:.2f} ms",
             f"  took                   {seconds:9.1f} s",
         ]
     )

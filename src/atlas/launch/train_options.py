@@ -19,6 +19,7 @@ from atlas.runtime.assignment import (
     SumsKind,
     TrainingSetup,
     find_filler,
+    require_device_name,
     stand_in,
 )
 from atlas.runtime.data.batches import open_dataset
@@ -38,61 +39,69 @@ OWN = "job"
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """What a user may choose beside the plan."""
+    """What a user may choose besides the plan. The flags of `atlas train` have the same names and defaults."""
 
     schedule: str
     tcp: Literal["one", "many"] = "many"
+    """TCP connections between two nodes."""
     steps: int = 3
-    """Of the whole run: a resumed run does the rest."""
+    """Total steps of the run, those before a resume included."""
     slower: int = 1
+    """Multiply every duration by this number."""
     weather_seed: int = 0
-    """Of the cross traffic of links that have a model, in an emulated run."""
+    """In an emulated run: seed of the cross traffic of links that have a `model`."""
     budget: int | None = None
-    """Tries of a schedule that searches."""
+    """Orders that the schedule search may try; None: by the job's size."""
     device: str = "paced"
+    """paced, cpu, cuda or cuda:N."""
     model: str = ""
-    """A Hugging Face folder, or `OWN`; empty: a stand-in."""
+    """A Hugging Face folder, or "job" for the model that the job describes; empty: a small stand-in model."""
     data: str = ""
-    """A folder of shards, or the text that ships (`assignment.SHIPPED`); empty: a made-up task."""
+    """A folder of shards, or "shipped" for the included text; empty: synthetic data."""
     optimizer: OptimizerRecipe | None = None
-    """None: AdamW; for a stand-in, SGD."""
+    """None: AdamW; for the stand-in, SGD."""
     learning_rate: LearningRateRecipe | float | None = None
-    """A number: constant."""
+    """A number is a constant rate."""
     clip: float | None = None
+    """Clip gradients to this global norm; None: no clipping."""
     compile: bool | None = None
     """Whether layers are compiled; None: on GPUs."""
     seed: int = 0
-    """Of weights, of dropout and of the order of the data."""
+    """Seed of weights, dropout and data order."""
     sums: SumsKind = "ordered"
     """How gradients are summed over pipelines (`TrainingSetup.sums`)."""
     zero: int = 0
     """1: optimizer state is divided among the pipelines (ZeRO-1)."""
     logs: Path | None = None
-    """Of workers of an emulated run; with --dc a launcher has its own (`AgentSettings.logs`)."""
+    """Folder for worker logs of an emulated run; with --dc a launcher has its own (`AgentSettings.logs`)."""
     stated: frozenset[str] | None = None
-    """Keys of the recipe that the user wrote here; for the others, the first datacenter's apply. None: all."""
+    """Keys that this datacenter's recipe states; the others have the values of the first datacenter. None: all."""
     checkpoints: Path | str | None = None
-    """A folder, or `s3://bucket/prefix`."""
+    """A folder, or "s3://BUCKET/PREFIX"; None: do not save."""
     save_every: int = 0
+    """Steps between saves; 0: save at the end."""
     keep: int = 3
-    """Complete checkpoints to keep."""
+    """Number of complete checkpoints to keep."""
     restarts: RestartPolicy = field(default_factory=RestartPolicy)
+    """How often a failed run is restarted."""
     grace_s: float = 30.0
-    """How long a launcher may be out of reach before its datacenter is lost."""
+    """Treat an unreachable launcher as lost after this time."""
     patience_s: float = 60.0
-    """How long a worker waits for a peer before it fails."""
+    """Treat a stalled worker as failed after this time."""
     gather_s: float = 600.0
-    """How long to wait for all launchers at the start."""
+    """Wait this time for all launchers at the start."""
     filler: FillerChoice | None = None
-    """What uses the workers' waits."""
+    """What uses the time in which workers wait."""
 
     @classmethod
     def of(
         cls, plan: Plan | None, schedule: str | None = None, tcp: Literal["one", "many"] | None = None, **others: Any
     ) -> TrainOptions:
-        """With the plan's choices where the user made none. Raises AtlasError for a plan that cannot be executed."""
+        """Options in which the plan decides what the user did not. Raises AtlasError for a plan that cannot be
+        executed."""
         if plan is not None:
             require_runnable(plan)
+        require_device_name(others.get("device", cls.device))
         how = PlanSchedule(name="1f1b") if plan is None else plan.schedule
         return cls(schedule or how.name, tcp or how.tcp, budget=how.tries or None, **others)
 
@@ -121,7 +130,7 @@ def _filler(recipe: FillerRecipe) -> FillerChoice | None:
         if given := [key for key in sorted(recipe.model_fields_set) if getattr(recipe, key) is not None]:
             raise AtlasError(
                 f"filler.{given[0]}: no filler is named, so it has no effect. Give --filler NAME (`filler.name` in the "
-                "recipe) too, or leave it out"
+                f"recipe) too, or leave out filler.{given[0]}"
             )
         return None
     find_filler(recipe.name)

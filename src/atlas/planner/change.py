@@ -87,7 +87,11 @@ def changed(job: Job, key: str, value: Any) -> Job:
         return _without(job, str(value))
     if key == "add":
         return _with_twin(job, str(value))
-    return override(job, [f"{key}={value}"])
+    try:
+        return override(job, [f"{key}={value}"])
+    except SpecError as error:
+        error.args = (str(error).replace("--set ", "--sweep "),)  # the flag that the user gave
+        raise
 
 
 def _without(job: Job, name: str) -> Job:

@@ -42,9 +42,8 @@ def confident(
     seed: int = 0,
     tick: Tick | None = None,
 ) -> Families:
-    """The families with the winner chosen by the percentile."""
+    """The families with the winner chosen by the percentile; see `require_weather`."""
     planned = families.planned
-    _require_weather(planned.job)
     search = Search(planned.space, planned.cluster, planned.objective, seed=planned.seed)
     times_s: dict[int, list[float]] = {}
     found: list[Played] = []
@@ -141,9 +140,10 @@ def whole_times_s(whole: Whole, draws: int, seed: int, first: int = 0) -> list[f
     return [max(run.time_s(k) for run in runs) + rest_s for k in range(first, draws)]
 
 
-def _require_weather(job: Job) -> None:
+def require_weather(job: Job, confidence: float | None) -> None:
+    """Raise SpecError for a confidence where no link of the job has a model: its iterations take the same time."""
     links: Sequence[object] = (job.cluster.wan, *(job.cluster.links or ()))
-    if not any(getattr(link, "model", None) for link in links):
+    if confidence is not None and not any(getattr(link, "model", None) for link in links):
         raise SpecError(
             where="--confidence",
             key="confidence",

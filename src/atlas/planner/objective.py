@@ -77,7 +77,8 @@ def require_prices(job: Job) -> None:
             raise SpecError(
                 where=job.where,
                 key=f"cluster.datacenters.{dc.name}.usd_per_gpu_hour",
-                rule="is missing, and the objective needs a price",
+                rule="is missing; a budget needs prices, and so does the objective cost, which is the default with a "
+                "minimum throughput or a deadline",
                 remedy="Write the rent of one GPU in dollars an hour; 0 if you own it",
             )
 

@@ -19,7 +19,7 @@ from atlas.spec import Job
 SPENT_ON = {
     "compute": "compute",
     "wan": "WAN",
-    "sync": "all-reduce",
+    "sync": "gradient sync",
     "wait": "waiting",
     "step": "optimizer",
 }
@@ -93,7 +93,7 @@ def empty_slots(planned: Planned) -> list[str]:
     """One sentence if the winner's pipelines do not all have the same number of microbatches."""
     best = planned.winner.candidate
     empty = best.slots - planned.space.slots(best.microbatch)
-    words = f"{empty} of the plan's {best.slots} microbatch slots stay empty: some pipelines have one microbatch less."
+    words = f"{empty} of the plan's {best.slots} microbatch slots stay empty: some pipelines have one microbatch fewer."
     return [words] if empty else []
 
 

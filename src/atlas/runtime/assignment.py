@@ -5,6 +5,7 @@ Plain values that travel as JSON. Loads no torch, so a launcher that only forwar
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -25,6 +26,12 @@ FILLERS = "atlas.fillers"
 """The group of entry points."""
 Json = dict[str, Any]
 SumsKind = Literal["ordered", "fast", "transport"]
+
+
+def require_device_name(name: str) -> None:
+    """Raise for a device that no host has; `hardware.require_device` also looks at this host."""
+    if re.fullmatch(r"paced|cpu|cuda(:\d+)?", name) is None:
+        raise AtlasError(f"device {name!r}: must be paced, cpu or cuda:N. Write one of them")
 
 
 # ---- what is trained -------------------------------------------------------------------------------------------------

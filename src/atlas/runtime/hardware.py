@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
-
 import torch
 
 from atlas.errors import AtlasError
+from atlas.runtime.assignment import require_device_name
 from atlas.runtime.cuda import Cuda
 from atlas.runtime.device import Cpu, Device, Paced
 
@@ -22,12 +21,8 @@ def smallest_gpu_bytes() -> int | None:
 
 def require_device(name: str) -> None:
     """Raise unless it is `paced`, `cpu`, or `cuda:N` (`cuda` is the first) of a GPU of this host."""
-    if name in ("paced", "cpu"):
-        return
-    found = re.fullmatch(r"cuda(?::(\d+))?", name)
-    if found is None:
-        raise AtlasError(f"device {name!r}: must be paced, cpu or cuda:N. Write one of them")
-    if int(found[1] or 0) >= num_gpus():
+    require_device_name(name)
+    if name.startswith("cuda") and int(name.partition(":")[2] or 0) >= num_gpus():
         raise AtlasError(
             f"device {name!r}: there are {num_gpus()} CUDA devices here. Plan for the devices of this host, or use cpu"
         )

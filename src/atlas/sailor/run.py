@@ -148,7 +148,7 @@ def _as_text(row: dict[str, Any]) -> str:
     lines = [
         f"{row['model']} on {row['num_gpus']} GPUs: {row['num_replicas']} pipelines of {len(row['stages'])} stages, "
         f"microbatch {row['mbs']}, {row['num_microbatches']} microbatches",
-        f"  Sailor's judge    {row['sailor_s']:9.3f} s an iteration{usd}",
+        f"  Sailor's formula  {row['sailor_s']:9.3f} s an iteration{usd}",
     ]
     if "simulated" in row:
         lines.append(f"  our simulation    {row['simulated']['iteration_s']:9.3f} s ({row['simulated']['method']})")

@@ -91,7 +91,7 @@ def read_text(path: Path, *, key: str, max_bytes: int = MAX_BYTES) -> str:
 
     try:
         if path.is_dir():
-            raise fail("is a directory", "Name a file in it")
+            raise fail("is a folder", "Name a file in it")
         if not path.exists():
             raise fail("there is no such file", "Check the path; paths in a file are relative to that file")
         if not path.is_file():
@@ -132,10 +132,10 @@ def parse_yaml(text: str, where: str) -> Document:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         at = f"{where}:{mark.line + 1}" if mark else where
-        raise wrong(at, "(YAML)", f"not valid YAML: {error.problem or error.context}", "Fix this line") from None
+        raise wrong(at, "syntax", f"not valid YAML: {error.problem or error.context}", "Fix this line") from None
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
         reason = " ".join(str(error).split())[:120]
-        raise wrong(where, "(YAML)", f"not valid YAML: {ascii(reason)[1:-1]}", "Name a text file") from None
+        raise wrong(where, "syntax", f"not valid YAML: {ascii(reason)[1:-1]}", "Name a text file") from None
     builder = _Builder(where)
     data = None if node is None else builder.build(node, ())
     return Document(data, builder.origins)
@@ -151,7 +151,7 @@ def _check_nesting(text: str, where: str) -> None:
             depth -= 1
         if depth > MAX_DEPTH:
             at = f"{where}:{event.start_mark.line + 1}"
-            raise wrong(at, "(YAML)", f"nested deeper than {MAX_DEPTH} levels", "Flatten it")
+            raise wrong(at, "syntax", f"nested deeper than {MAX_DEPTH} levels", "Flatten it")
 
 
 class _Builder:
@@ -272,7 +272,7 @@ def _index(items: list[Any], step: str, key: str, where: str) -> int:
     if found:
         return found[0]
     known = ", ".join(n[0] for n in names if n) or "none with a name"
-    rule = f"{key} has {len(items)} items ({known[:200]})"
+    rule = f"no such item; {key} has {len(items)} ({known[:200]})"
     raise SpecError(where=where, key=f"{key}[{step}]", rule=rule, remedy="Name one of them, or its number")
 
 

@@ -147,8 +147,8 @@ def _power(cluster: Cluster, dc: DataCenter, where: Where, key: Keys, derived: b
     elif not derived and (it_watts(cluster, dc) or 0.0) > (dc.power_kw or 0.0) * 1e3:
         needs = (it_watts(cluster, dc) or 0.0) / 1e3
         rule = (
-            f"{dc.nodes * dc.gpus_per_node:,} GPUs need {needs:,.0f} kW with their fabric; {dc.power_kw:,g} kW allow "
-            f"{fit:,} nodes ({fit * dc.gpus_per_node:,} GPUs)"
+            f"{dc.nodes * dc.gpus_per_node:,} GPUs need {needs:,.0f} kW with their fabric; {dc.power_kw:,g} kW are "
+            f"enough for {fit:,} node{'s' * (fit > 1)} ({fit * dc.gpus_per_node:,} GPUs)"
         )
         yield bad(where, (*key, "nodes"), dc.nodes, rule, f"Write at most {fit}, or leave nodes out")
 

@@ -21,6 +21,21 @@ Where = Callable[[Keys], str]
 """The file and line of a key."""
 MOST_MISTAKES = 20
 MAPPINGS = ("model_type", "model_attributes_type", "dict_type")
+NUMBERS = ("int_type", "int_parsing", "float_type", "float_parsing")
+WORDS = {
+    f"match pattern '{NAME}'": "consist of letters, digits, - and _, and begin with a letter or a digit",
+    "valid tuple": "list",
+    "valid list": "list",
+    "be a valid integer": "be a whole number",
+    "be a valid number": "be a number",
+    "be a valid string": "be text",
+    "be a valid boolean": "be true or false",
+    "less than or equal to": "at most",
+    "greater than or equal to": "at least",
+    " after validation": "",
+    "\n": " ",
+}
+"""By pydantic's words: ours."""
 
 
 def together(errors: Iterable[SpecError]) -> SpecError:
@@ -68,7 +83,15 @@ def refusals(error: ValidationError, where: Where, kind: type[BaseModel], remedy
     misspelt = {tuple(e["loc"])[:-1] for e in all_ if e["type"] == "extra_forbidden"}
     # A misspelt key is also a missing key: report the former.
     wanted = [e for e in all_ if not (e["type"] == "missing" and tuple(e["loc"])[:-1] in misspelt)]
+    # A list counts only its items that are right: report those that are wrong.
+    wanted = [e for e in wanted if not (e["type"] == "too_short" and any(_inside(one, e) for one in wanted))]
     return [_refusal_of(one, where, kind, remedy) for one in wanted]
+
+
+def _inside(error: Any, list_: Any) -> bool:
+    """Whether an error is one of an item of this list."""
+    depth = len(list_["loc"])
+    return len(error["loc"]) > depth and error["loc"][:depth] == list_["loc"]
 
 
 def keys_at(kind: Any, keys: Keys) -> list[str]:
@@ -91,6 +114,8 @@ def _refusal_of(first: Any, where: Where, file: type[BaseModel], remedy: str) ->
         rule, remedy = "must be a mapping of keys", "Write its keys below it, indented"
     else:
         rule = _plain(first["msg"])
+        if kind in NUMBERS and re.match(r"[\d.]", str(first["input"])) and isinstance(first["input"], str):
+            remedy = "Write only the number, without quotes or a unit"
     if keys[-1:] == ("[key]",) and kind != "extra_forbidden":
         keys = keys[:-1]  # pydantic's mark of a key that is wrong itself
     return SpecError(where=where(keys), key=dotted(keys), value=value, rule=rule, remedy=remedy)
@@ -98,7 +123,7 @@ def _refusal_of(first: Any, where: Where, file: type[BaseModel], remedy: str) ->
 
 def _plain(message: str) -> str:
     """Without pydantic's words for Python's types."""
-    message = message.replace(f"match pattern '{NAME}'", "be letters, digits, - and _, a letter or a digit first")
-    message = re.sub(r"^(Input|String|Tuple|Dictionary|List) should", "should", message)
-    message = message.replace("valid tuple", "list").replace(" after validation", "").replace("\n", " ")
+    message = re.sub(r"^(Input|String|Tuple|Dictionary|List) should", "must", message)
+    for theirs, ours in WORDS.items():
+        message = message.replace(theirs, ours)
     return message if message.isprintable() else ascii(message)[1:-1]

@@ -47,6 +47,7 @@ class RemoteFollower:
             raise AtlasError(f"{self.base}: status {error.code}: {why}. Check the address and the token") from error
         except (OSError, HTTPException, ValueError) as error:
             what = getattr(error, "reason", error)
+            what = getattr(what, "strerror", None) or what
             raise AtlasError(f"{self.base}: no page answers there ({what}). Check the address and the token") from error
         threading.Thread(target=self._follow, daemon=True, name="remote page").start()
 

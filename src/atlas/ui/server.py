@@ -235,5 +235,8 @@ def page_address(text: str, flag: str) -> tuple[str, int]:
     host, colon, port = text.rpartition(":")
     host = host.strip("[]") if colon else LOOPBACK
     if not port.isdecimal() or int(port) > 65535 or not host:
-        raise AtlasError(f"{flag} {text}: must be PORT or HOST:PORT. Write 8642, or 0.0.0.0:8642 for other hosts too")
+        raise AtlasError(
+            f"{flag} {text}: must be PORT or HOST:PORT, with a port up to 65535. Write 8642, or "
+            "0.0.0.0:8642 for other hosts too"
+        )
     return host, int(port)

@@ -315,7 +315,7 @@ def _caption(plan: Plain) -> str:
 PARTS = {
     "compute": ("#0072b2", "computing"),
     "wan": ("#d55e00", "the WAN"),
-    "sync": ("#9a86c4", "gradient all-reduce"),
+    "sync": ("#9a86c4", "gradient sync"),
     "step": ("#7b858f", "the optimizer"),
     "wait": ("#d3d8dc", "waiting"),
 }

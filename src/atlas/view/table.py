@@ -15,6 +15,8 @@ from atlas.ir.difference import Difference
 
 WAITS = {"wan": ("wan",), "peer": ("peer", "fabric"), "sync": ("sync",), "ends": ("fill", "drain")}
 """By column of the table: the causes of idle time that it adds up."""
+SPENT_ON = {"wire": "on the wire", "queue": "busy links", "wait": "other waiting"}
+"""Categories of the critical path that have another name in a table."""
 
 
 def seconds(value: float | None) -> str:
@@ -115,7 +117,7 @@ def side_by_side(a: Mapping[str, Any], b: Mapping[str, Any]) -> Table:
         waits = [summary["bubbles_s"].get(cause, 0.0) / summary["num_workers"] for summary in (a, b)]
         lines.append((f"idle per worker, {cause}", *waits))
     lines += [
-        (f"critical path, {part}", spent, b["critical_path_s"].get(part, 0.0))
+        (f"critical path, {SPENT_ON.get(part, part)}", spent, b["critical_path_s"].get(part, 0.0))
         for part, spent in a["critical_path_s"].items()
     ]
     for name, first, second in lines:

@@ -3,7 +3,8 @@
 Training is a command of its own: `atlas train PLAN --emulate --filler bubbletea`, or `--dc NAME` in each datacenter,
 with one service in each (`bubbletea serve PLAN --dc NAME`). Service and training can start, stop and restart in any
 order. Without PLAN there is no training: `--alone N` workers only prefill. Without --model a tiny shipped model is
-served. Ctrl-C drains the service: admitted requests are finished, new ones refused; a second Ctrl-C stops it at once.
+served. A hand-off sends the keys and values (KV) of a prompt to a decode engine, such as vLLM. Ctrl-C drains the
+service: admitted requests are finished, new ones refused; a second Ctrl-C stops it at once.
 """
 
 from __future__ import annotations
@@ -38,7 +39,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--name", metavar="NAME", help="model name in the API (default: the folder's name)")
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="weight type")
     add("--stages", type=whole(1, 64), metavar="N", help="workers per copy of the model (default: the fewest)")
-    add("--chunk", type=whole(16, 65_536), default=512, metavar="N", help="tokens of the longest chunk")
+    add(
+        "--chunk",
+        type=whole(16, 65_536),
+        default=512,
+        metavar="N",
+        help="tokens of a prompt that a worker prefills at once, at most",
+    )
     add("--arena-mib", type=MEBIBYTES, default=256, metavar="N", help="MiB per worker for prefill")
     add("--store-mib", type=MEBIBYTES, default=1024, metavar="N", help="host memory for KV, in MiB")
     add("--prefix-mib", type=whole(0, 10_000_000), default=256, metavar="N", help="size of the prefix cache in MiB")
@@ -99,7 +106,7 @@ def run_flags(parser: argparse.ArgumentParser) -> None:
     add("--certs", type=Path, metavar="DIR", help="the run's certificates, for workers on other hosts")
     add("--recipe", type=Path, metavar="FILE", help="the run's recipe, if it has one")
     add("--schedule", default="", metavar="NAME", help="schedule of a job (default 1f1b)")
-    add("--tcp", choices=("one", "many"), help="TCP connections per node pair (default many)")
+    add("--tcp", choices=("one", "many"), help="TCP connections between two nodes (default many)")
     add("--slower", type=whole(1, 1000), default=1, metavar="X", help="the same value as --slower of the emulated run")
     job_flags(parser)
 

@@ -53,12 +53,14 @@ class ServiceMetrics:
         )
         self.lanes = self._gauge("bubbletea:lanes", "Copies of the model whose workers are all connected")
         self._backlog = self._gauge("bubbletea:offline_backlog", "Offline requests that wait for a bubble")
-        self._fill = self._gauge("bubbletea:fill_ratio", "Share of recent bubbles' time spent on prefill")
+        self._fill = self._gauge(
+            "bubbletea:fill_ratio", "Share of the time of recent bubbles that was spent on prefill"
+        )
         self._slowdown = self._gauge(
-            "bubbletea:training_slowdown_ratio", "Training's iteration time over the planned one, less 1"
+            "bubbletea:training_slowdown_ratio", "Training's iteration time divided by the planned one, minus 1"
         )
         self._fill_slowdown = self._gauge(
-            "bubbletea:filling_slowdown_ratio", "Iteration time with prefill over that without, less 1"
+            "bubbletea:filling_slowdown_ratio", "Iteration time with prefill divided by that without, minus 1"
         )
         self._share = self._gauge("bubbletea:fill_share", "Share of each wait that prefill may use")
         self._overcommitted = self._gauge(
@@ -67,15 +69,17 @@ class ServiceMetrics:
         )
         self.iterations = Summary(
             "bubbletea:training_iteration_seconds",
-            "Training iterations, as measured by training",
+            "Time of training iterations, as measured by training",
             ["model_name"],
             registry=self.registry,
         ).labels(self._model)
         self._bubbles = self._counters("bubbletea:bubbles", "Waits of training workers", "worker")
         self._bubble_s = self._counters("bubbletea:bubble_seconds", "Time training workers waited", "worker")
-        self._filled_s = self._counters("bubbletea:filled_seconds", "Time of these waits spent on prefill", "worker")
-        self._slices = self._counters("bubbletea:slices", "Pieces of prefill run", "worker")
-        self._late = self._counters("bubbletea:slices_late", "Pieces that took longer than predicted", "worker")
+        self._filled_s = self._counters(
+            "bubbletea:filled_seconds", "Time of these waits that was spent on prefill", "worker"
+        )
+        self._slices = self._counters("bubbletea:slices", "Slices of prefill that were run", "worker")
+        self._late = self._counters("bubbletea:slices_late", "Slices that took longer than predicted", "worker")
         self.trouble = self._counter("bubbletea:scheduler_errors", "Errors in the scheduler after which it continued")
 
     def text(self) -> bytes:

@@ -203,8 +203,8 @@ def _run_of(args: argparse.Namespace) -> tuple[Job, TrainOptions]:
     job, plan = load_job_or_plan(args.plan, [*recipe.job_overrides, *args.set])
     if job.groups:
         raise AtlasError(
-            f"{args.plan}: it has {len(job.groups)} groups of pipelines that are placed differently, and windows are "
-            "predicted for pipelines that are placed alike. Give a plan with one group"
+            f"{args.plan}: it has {len(job.groups)} groups of pipelines that are placed differently, and bubbles can "
+            "be predicted only for pipelines that are placed alike. Give a plan with one group"
         )
     return job, TrainOptions.of(plan, args.schedule or None, args.tcp, **recipe_options(recipe, model=""))
 

@@ -15,7 +15,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from atlas.console import Meter, job_flags, positive, print_json, require_outputs, say, show, whole
+from atlas.console import Meter, job_flags, positive, print_json, require_drawable, require_outputs, say, show, whole
 from atlas.cost.weather import paths_with_weather
 from atlas.errors import AtlasError
 from atlas.evaluate import Result
@@ -61,13 +61,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add(
         "--capacity",
         action="store_true",
-        help="find the largest load at which p50, p95 and refusals are within their limits (docs/bubbletea.md)",
+        help="find the largest load at which time to first token (p50, p95) and refusals are within their limits "
+        "(docs/bubbletea.md)",
     )
     add("--offline", action="store_true", help="requests have no deadline: fill all bubbles")
     add("--patience", type=positive, default=PATIENCE_S, metavar="S", help="deadline of a request, in seconds")
     aim_flags(parser)
     add("--split", type=whole(1, 64), action="append", metavar="N", help="workers that share one copy of the model")
-    add("--chunk", type=whole(16, 65_536), action="append", metavar="N", help="tokens of a chunk")
+    add(
+        "--chunk",
+        type=whole(16, 65_536),
+        action="append",
+        metavar="N",
+        help="tokens of a prompt that a worker prefills at once",
+    )
     add("--cells", type=whole(1, 100_000), default=1, metavar="N", help="DP-cells to replay")
     add("--periods", type=positive, default=4.0, metavar="N", help="training iterations to measure")
     add(
@@ -80,7 +87,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     window_flags(parser)
     job_flags(parser)
     add("--json", action="store_true", help="print the figures as JSON")
-    add("--html", type=Path, metavar="FILE", help="write a chart of TTFT over load or prompt length (.html or .svg)")
+    add(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="write a chart of time to first token over load or prompt length (.html or .svg)",
+    )
 
 
 def window_flags(parser: argparse.ArgumentParser) -> None:
@@ -106,6 +118,7 @@ def window_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     require_outputs({"--html": args.html}, [args.job, args.requests])
+    require_drawable(args.html, "--html")
     if args.waits is not None and args.jitter is not None:
         raise AtlasError("--jitter and --waits exclude each other: jitter applies to training's ops. Leave one out")
     waits = None if args.waits is None else load_waits(args.waits, cached=not args.without_cache)

@@ -74,7 +74,9 @@ def _effects(args: argparse.Namespace, recorded: Recorded) -> Callable[[str], Ef
     for flag in ("mutates", "reads", "volatile"):
         unknown = sorted((getattr(args, flag) or frozenset()) - there)
         if unknown:
-            raise TvcacheError(f"--{flag}: no call of {unknown[0]!r} in the file. It has {', '.join(sorted(there))}")
+            raise TvcacheError(
+                f"--{flag}: no call of {unknown[0]!r} in the file. Name some of {', '.join(sorted(there))}"
+            )
 
     def effect(name: str) -> Effect:
         if name in args.volatile:

@@ -14,7 +14,7 @@ from typing import Any
 
 from tvcache.commands import DEFAULT_URL, certificates_of, connection_flags, token_of
 from tvcache.endpoint import HttpEndpoint
-from tvcache.errors import TvcacheError
+from tvcache.errors import TvcacheError, words_of
 from tvcache.log import LogStore
 from tvcache.show import duration, page, summary
 
@@ -64,7 +64,7 @@ def _summary(args: argparse.Namespace) -> dict[str, Any]:
         status, _, data = endpoint.request("GET", "/v1/summary", None, 120.0)
         found: dict[str, Any] = json.loads(data)
     except (OSError, http.client.HTTPException) as error:
-        raise TvcacheError(f"no server at {args.source} ({error}). Start one: tvcache serve") from None
+        raise TvcacheError(f"no server at {args.source} ({words_of(error)}). Start one: tvcache serve") from None
     except ValueError:
         raise TvcacheError(
             f"{args.source} is not a server of tvcache: it did not answer JSON. Check the address"

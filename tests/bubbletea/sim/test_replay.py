@@ -145,6 +145,8 @@ def test_the_command_prints_figures_and_draws(tmp_path: Path, capsys: pytest.Cap
 def test_a_missing_trace_gives_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", str(JOB), "--requests", "nowhere.csv"]) == 2
     assert "no such trace file" in capsys.readouterr().err
+    assert main(["simulate", str(JOB), "--requests", "synthetic", "--html", "ttft.pdf"]) == 2
+    assert "End its name in .svg or .html" in capsys.readouterr().err
     assert main(["simulat"]) == 2
     assert "did you mean 'simulate'" in capsys.readouterr().err
 

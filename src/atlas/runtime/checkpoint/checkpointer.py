@@ -178,7 +178,7 @@ class Checkpointer:
         )
         self._report(
             f"checkpoint of {id} not written by {self.writer} to {self.store}: {why}; {last}. Training continues. "
-            f"{'Free some space' if error.errno == errno.ENOSPC else 'Fix it'}, or the next save will fail too"
+            f"{'Free some space' if error.errno == errno.ENOSPC else 'Fix the cause'}, or the next save will fail too"
         )
         self._clear(id)
 

@@ -67,7 +67,7 @@ function fillCards(state) {
   const busy = known(run.utilization) ? run.utilization : plan ? plan.utilization : null;
   card("busy", "accelerators busy", busy, known(busy) ? percent(busy) : "", plan && !idle(state) ? `predicted ${percent(plan.utilization)}` : "of the time they compute", busyBar(state), "Share of the time in which accelerators compute; the bar shows what they wait for");
   const mfu = known(last.mfu) ? last.mfu : plan && !last.step ? plan.mfu : null;
-  card("mfu", "MFU", mfu, known(mfu) ? percent(mfu) : "", plan && !idle(state) ? `predicted ${percent(plan.mfu)}` : "model FLOPs utilization", spark(s.mfu || []), "Model FLOPs utilization: useful FLOPs over what the GPUs could do");
+  card("mfu", "MFU", mfu, known(mfu) ? percent(mfu) : "", plan && !idle(state) ? `predicted ${percent(plan.mfu)}` : "model FLOPs utilization", spark(s.mfu || []), "Model FLOPs utilization: useful FLOPs divided by what the GPUs could do");
   const links = state.links || [], busiest = links.reduce((a, b) => !a || b.load > a.load ? b : a, null);
   if (busiest) card("wan", "busiest WAN link", busiest.load, percent(busiest.load), `${busiest.gbit_s.toPrecision(3)} Gbit/s, ${busiest.a} – ${busiest.b}`, null,
     known(busiest.transfer_ms) ? `A transfer takes ${busiest.transfer_ms.toFixed(1)} ms (median)` : "");

@@ -118,12 +118,11 @@ def round_trip_bytes(bps: float, latency_s: float) -> int:
 
 
 def path_between(paths: Paths, a: str, b: str) -> PathSpec:
-    """The path between two nodes. If they have no path, the error lists the paths that exist."""
+    """The path between two nodes. If they have no path, the error lists the nodes that have paths."""
     found = paths.get((a, b)) or paths.get((b, a))
     if found is None:
-        raise AtlasError(
-            f"no path between {a!r} and {b!r}: there are {', '.join('-'.join(p) for p in paths) or 'none'}"
-        )
+        nodes = ", ".join(sorted({node for pair in paths for node in pair})) or "none"
+        raise AtlasError(f"no path between {a!r} and {b!r}: nodes with paths are {nodes}. Name two that a link joins")
     return found
 
 

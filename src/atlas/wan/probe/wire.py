@@ -49,7 +49,9 @@ def connect(address: tuple[str, int], token: str) -> socket.socket:
     try:
         sock = socket.create_connection(address, timeout=CONNECT_TIMEOUT_S)
     except OSError as error:
-        raise ProbeError(f"no probe answers at {where}: {error}. Start `atlas wan probe --listen` there") from None
+        raise ProbeError(
+            f"no probe answers at {where}: {error.strerror or error}. Start `atlas wan probe --listen` there"
+        ) from None
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         greeting = read_exactly(sock, len(HELLO) + NONCE_BYTES)

@@ -47,20 +47,25 @@ def make_ca(folder: Path, *, days: int = CA_DAYS, name: str = "atlas") -> None:
     _write(folder / "ca", key, _certificate(subject, subject, key, key, days, extensions))
 
 
+def require_names(nodes: Sequence[str], also: Sequence[str] = ()) -> None:
+    """Raise AtlasError for a node that `make_node` refuses."""
+    for each in (*(name if "/" in name else f"{name}/*" for name in nodes), *also):
+        if not _NAME.fullmatch(each):
+            raise AtlasError(
+                f"node {each.removesuffix('/*')!r}: write datacenter/worker, with letters, digits, dots, - and _; "
+                "a datacenter alone stands for all its nodes"
+            )
+
+
 def make_node(
     folder: Path, name: str, *, days: int = DEFAULT_DAYS, also: Sequence[str] = (), starts_in_days: float = 0.0
 ) -> Credentials:
     """Writes the certificate and key of node `datacenter/worker`, or of all nodes of `datacenter`, signed by the
     folder's CA."""
     x509, _, serialization, ec = _x509()
+    require_names([name], also)
     stem = name.removesuffix("/*").replace("/", ".")
     name = name if "/" in name else f"{name}/*"
-    for each in (name, *also):
-        if not _NAME.fullmatch(each):
-            raise AtlasError(
-                f"node {each!r}: write datacenter/worker, with letters, digits, dots, - and _; "
-                "a datacenter alone stands for all its nodes"
-            )
     try:
         issuer_key = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), None)
         issuer = x509.load_pem_x509_certificate((folder / "ca.pem").read_bytes())
