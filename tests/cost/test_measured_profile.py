@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from atlas.cost.compute import pricing
 from atlas.cost.memory import worker_memory
 from atlas.cost.price import price
-from atlas.cost.profile import load_profile
+from atlas.cost.profile import load_profile, shape_of
 from atlas.errors import AtlasError, SpecError
 from atlas.ir.program import Kind
-from atlas.spec import load_job
+from atlas.spec import load_job, override
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny.yaml"
 LAYER = {"forward_s": 0.010, "backward_s": 0.025, "weight_s": 0.010, "recompute_s": 0.009, "update_s": 0.001}
@@ -89,7 +89,9 @@ SHAPE = {
     "hidden": 2048,
     "heads": 16,
     "kv_heads": 16,
+    "head_dim": 128,
     "ffn": 8192,
+    "gated": False,
     "vocab": 32_000,
     "precision": "bf16",
 }
@@ -102,7 +104,9 @@ SHAPE = {
         ("hidden", 1024),
         ("heads", 8),
         ("kv_heads", 4),
+        ("head_dim", 64),
         ("ffn", 4096),
+        ("gated", True),
         ("vocab", 50_304),
         ("precision", "fp32"),
     ],
@@ -113,6 +117,17 @@ def test_a_profile_of_another_model_is_refused(tmp_path: Path, key: str, value: 
         priced(tmp_path, {"entries": [{**ENTRY, **SHAPE, key: value}]}, "other.json")
     assert f"{key} {value}, the job has {SHAPE[key]}" in str(caught.value)
     assert "atlas profile" in str(caught.value)
+
+
+def test_every_dimension_that_changes_the_time_of_a_layer_is_recorded() -> None:
+    """Otherwise a profile of one model prices another in silence."""
+    job = load_job(TINY)
+    changes = {"hidden": 4096, "heads": 32, "kv_heads": 4, "head_dim": 64, "ffn": 4096, "gated": True}
+    changes |= {"seq_len": 128, "vocab": 50_304}
+    not_of_a_layer = {"family", "config", "layers", "tied_embeddings"}  # the family decides `gated` and `ffn`
+    assert changes.keys() == type(job.model).model_fields.keys() - not_of_a_layer
+    for key, value in changes.items():
+        assert shape_of(override(job, [f"model.{key}={json.dumps(value)}"])) != shape_of(job), key
 
 
 def test_of_several_entries_the_one_of_this_model_is_taken(tmp_path: Path) -> None:

@@ -194,7 +194,7 @@ def test_a_rendezvous_accepts_again_after_an_error(monkeypatch: pytest.MonkeyPat
     ],
     ids=["60,000 brackets", "incomplete name", "infinite number"],
 )
-def test_an_invalid_hello_ends_the_connection_and_nothing_else(hello: bytes) -> None:
+def test_an_invalid_hello_ends_the_connection_and_nothing_else(hello: bytes, caplog: pytest.LogCaptureFixture) -> None:
     rendezvous = Rendezvous(("127.0.0.1", 0), Security(), lambda agent, plan: None)
     with socket.create_connection(rendezvous.address) as stranger:
         stranger.settimeout(60)
@@ -203,6 +203,7 @@ def test_an_invalid_hello_ends_the_connection_and_nothing_else(hello: bytes) -> 
     caller = RendezvousClient(rendezvous.address, EAST, WEST, "plan", Security(), grace_s=60, patience_s=60)
     caller.close()
     rendezvous.close()
+    assert not caplog.records, "a caller without a name cannot print a traceback"
 
 
 def test_silent_connections_keep_no_launcher_out() -> None:

@@ -144,9 +144,12 @@ def test_it_ends_where_the_launcher_dies_in_the_middle_of_a_request(tmp_path: Pa
             env={**ENV, "PYTHONPATH": os.pathsep.join([*sys.path, str(tmp_path)])},
         )
         theirs.close()
+        ours.settimeout(LIMIT_S)
+        socket.send_fds(ours, [b'{"cwd": "/", "env": {}}\n'], [0, 1, 2])
+        assert b"started" in ours.recv(100)  # it has imported, and reads requests
         socket.send_fds(ours, [b'{"cwd": '], [0, 1, 2])
     try:
-        process.wait(GONE_S)  # a TimeoutExpired fails the test; which of two watchers ends it first is open
+        process.wait(GONE_S)  # a TimeoutExpired fails the test
     finally:
         process.kill()
         process.wait()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,11 +25,12 @@ from atlas.planner.shapes import compositions
 from atlas.planner.space import space_of
 
 
-def test_estimates_are_within_a_few_per_cent_of_the_simulator() -> None:
+@pytest.mark.parametrize("limits", [{}, {"tcp": "one", "keep": ("pipelines_per_cell",)}], ids=["any", "one connection"])
+def test_estimates_are_within_a_few_per_cent_of_the_simulator(limits: dict[str, Any]) -> None:
     ratios = []
     for seed in range(6):
         job = random_job(seed)
-        space, cluster = space_of(job), cluster_arrays(job)
+        space, cluster = space_of(job, **limits), cluster_arrays(job)
         entries, _, _ = single_groups(space, cluster, Objective())
         for entry in entries[::5]:
             try:

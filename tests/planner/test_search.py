@@ -6,6 +6,7 @@ import itertools
 import json
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,8 @@ from plan_jobs import job_of, random_job, two_regions
 
 from atlas.cost.arrange import arrange
 from atlas.cost.memory import memory_rule
-from atlas.errors import InfeasibleError
-from atlas.planner.candidate import kind_of
+from atlas.errors import InfeasibleError, SpecError
+from atlas.planner.candidate import Candidate, kind_of
 from atlas.planner.objective import Objective
 from atlas.planner.run import explore, make_plan, start
 from atlas.planner.search import SIMULATIONS, Search
@@ -191,10 +192,46 @@ def test_a_fast_and_a_slow_region_share_the_batch_by_speed() -> None:
     pytest.fail("no candidate with both regions was simulated")
 
 
-def test_what_is_kept_stays_as_the_job_has_it() -> None:
-    search = searched(job_of(), "ours", keep=("pp", "microbatch", "pipelines_per_cell"))
-    for candidate in search.judged:
-        assert (candidate.microbatch, {group.pp for group in candidate.groups}) == (1, {4})
+@pytest.mark.parametrize(
+    ("strategy", "tcp"),
+    [("ours", "one"), ("ours", "many"), ("algorithm1", "many"), ("exhaustive", "one"), ("exhaustive", "many")],
+)
+def test_what_is_kept_stays_as_the_job_has_it(strategy: str, tcp: str) -> None:
+    def has(job: Job, candidate: Candidate, key: str) -> bool:
+        if key in ("tp", "microbatch"):
+            return bool(getattr(candidate, key) == getattr(job, key))
+        if key == "cells":
+            return sum(group.cells for group in candidate.groups) == job.cells
+        return {getattr(group, key) for group in candidate.groups} == {getattr(job, key)}
+
+    num_held = 0
+    for seed in (0, 1, 4, 6):
+        job = random_job(seed)
+        for keep in (("pp", "microbatch"), ("tp", "pipelines_per_cell"), ("cells",), ("pipelines_per_cell", "cells")):
+            with suppress(InfeasibleError, SpecError):
+                found = searched(job, strategy, keep=keep, tcp=tcp).judged
+                assert all(has(job, candidate, key) for candidate in found for key in keep), (seed, keep)
+                num_held += len(found)
+    assert num_held
+
+
+@pytest.mark.parametrize("tcp", ["one", "many"])
+def test_kept_cells_hold_in_groups_along_a_tour(tcp: str) -> None:
+    """On many datacenters."""
+    dcs = [{"name": f"d{i}", "nodes": 2 + i, "gpus_per_node": 1, "gpu": "A100-40"} for i in range(6)]
+    job = job_of(cluster={"datacenters": dcs, "wan": {"latency_ms": 5.0, "pair_gbps": 50.0}})
+    found = searched(job, "ours", keep=("pipelines_per_cell",), tcp=tcp, kind="data").judged
+    assert found
+    assert {group.pipelines_per_cell for candidate in found for group in candidate.groups} == {2}
+
+
+def test_plans_on_one_connection_take_no_turns() -> None:
+    """Groups along a tour are as large as their pipelines allow."""
+    dcs = [{"name": f"d{i}", "nodes": 2 + i, "gpus_per_node": 1, "gpu": "A100-40"} for i in range(6)]
+    cluster = {"datacenters": dcs, "wan": {"latency_ms": 5.0, "pair_gbps": 50.0}}
+    found = searched(job_of(cluster=cluster), "ours", tcp="one").judged
+    assert {kind_of(candidate) for candidate in found} == {"one", "pipeline", "data"}
+    assert not any(candidate.sharing for candidate in found)
 
 
 def test_links_that_are_not_there_are_not_used() -> None:

@@ -44,6 +44,11 @@ def test_a_group_with_a_trunk_and_one_without_are_simulated_apart() -> None:
     assert trunk > free
 
 
+def test_groups_whose_links_alone_differ_are_simulated_apart() -> None:
+    slow, fast = (result.single.makespan_ns for result in two_groups({"trunk_gbps": 6.0}, {"trunk_gbps": 8.0}).results)
+    assert fast < slow
+
+
 def test_groups_with_different_memory_are_simulated_apart() -> None:
     first, second = two_groups({}, {}, (40.0, 20.0)).results
     assert first.case.memory != second.case.memory

@@ -100,6 +100,20 @@ def test_a_wrong_flag_names_the_nearest(
     assert told in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("--cost", "events"), ("--objective", "cost"), ("--min-throughput", "1"), ("--max-usd", "3")],
+)
+def test_what_chooses_a_plan_is_refused_with_a_given_one(
+    flag: str, value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_inputs(tmp_path, COUNTS)
+    assert main(words(tmp_path, "--judge", "plan.json", flag, value)) == 2
+    said = capsys.readouterr().err
+    assert f"{flag} = " in said
+    assert "chooses among plans" in said
+
+
 def test_a_zone_that_was_never_measured_is_named(tmp_path: Path) -> None:
     trace = write_inputs(tmp_path, COUNTS)
     trace.write_text(trace.read_text().replace("west-a", "west-b"))

@@ -163,6 +163,7 @@ def run(args: argparse.Namespace) -> int:
 
 OF_A_JOB = (
     "job",
+    "strategy",
     "confidence",
     "fabrics",
     "budget",
@@ -170,12 +171,17 @@ OF_A_JOB = (
     "deadline",
     "keep",
     "global_batch",
+    "tcp",
     "tries",
+    "seed",
+    "no_break_even",
     "set",
     "out",
     "page",
     "pareto",
 )
+DEFAULTS = {"strategy": "ours", "tcp": "many", "seed": 0}
+"""Of flags that are never None or False."""
 OF_SAILOR = ("trace", "model", "gpu", "cost", "gpu_price", "max_usd", "judge", "no_simulate", "out_sailor")
 
 
@@ -183,7 +189,8 @@ def _require_one_kind(args: argparse.Namespace) -> None:
     """Raise SpecError for a flag that the given kind of input (a job, or Sailor's files) does not use."""
     theirs = args.from_sailor is not None
     for name in OF_A_JOB if theirs else OF_SAILOR:
-        if getattr(args, name) not in (None, False, []):
+        value = getattr(args, name)
+        if value not in (None, [], DEFAULTS.get(name)) and value is not False:
             flag = "JOB.yaml" if name == "job" else f"--{name.replace('_', '-')}"
             rule = "cannot be used with --from-sailor" if theirs else "needs --from-sailor DIR"
             raise SpecError(where="command line", key=flag, rule=rule, remedy=f"Leave out {flag}")

@@ -66,8 +66,12 @@ class Entry(Frozen):
     """Attention heads."""
     kv_heads: Count | None = None
     """Heads of keys and values."""
+    head_dim: Count | None = None
+    """Width of one head."""
     ffn: Size | None = None
     """Inner width of the MLP."""
+    gated: Flag | None = None
+    """Whether the MLP has three matrices."""
     vocab: Size | None = None
     """Rows of the embedding."""
     precision: Literal["bf16", "fp16", "fp32"] | None = None
@@ -138,7 +142,9 @@ def shape_of(job: Job) -> dict[str, int | str]:
         "hidden": model.hidden,
         "heads": model.heads,
         "kv_heads": model.num_kv_heads,
+        "head_dim": model.head_width,
         "ffn": model.ffn_width,
+        "gated": model.is_gated,
         "vocab": model.vocab,
         "precision": job.precision,
     }

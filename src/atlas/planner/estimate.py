@@ -177,7 +177,7 @@ class _Hops:
         at = np.nonzero((dc[:, :-1] != dc[:, 1:])[shape])
         v, boundary = at
         a, b = dc[shape[v], boundary], dc[shape[v], boundary + 1]
-        replicas, cell = batch.replicas[v], batch.cell[v]
+        replicas, cell = batch.replicas[v], np.where(space.tcp == "many", batch.cell[v], 1)
         source, target = ((dc[shape[v]] == end[:, None]).sum(axis=1) for end in (a, b))
         stages = source, target
         wan = partial(wan_rate, cluster, batch.tp, a, b, bits, replicas=replicas, stages=stages, tcp=space.tcp)

@@ -61,7 +61,7 @@ def _of_depth(
                 continue
             parts = zip(members, own, strict=True)
             groups = tuple(group_of(cluster, single[v], known.layers_of(v), count) for v, count in parts)
-            sharing = any(single[v][2] > 1 for v in members)
+            sharing = space.takes_turns(groups)
             candidate = Candidate(frame.tp, frame.microbatch, ring(cluster, groups), sharing, space.tcp)
             yield candidate, _floor(cluster, frame, candidate)
 

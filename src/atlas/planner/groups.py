@@ -148,7 +148,7 @@ def _one_placed(space: Space, cluster: ClusterArrays, line: Line, counts: tuple[
     estimated = line.estimated
     parts = zip(line.members, counts, strict=True)
     groups = tuple(group_of(cluster, estimated.groups[v], estimated.found.layers_of(v), count) for v, count in parts)
-    sharing = any(group.pipelines_per_cell > 1 for group in groups)
+    sharing = space.takes_turns(groups)
     frame = estimated.frame
     candidate = Candidate(frame.tp, frame.microbatch, ring(cluster, groups), sharing, space.tcp)
     between_s = meeting_s(cluster, frame.model.gradient_bytes, candidate)

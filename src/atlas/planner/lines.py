@@ -65,7 +65,8 @@ def _groups(
         most = [min(n // replicas, depth) for n in room]
         if sum(most[i] for i in order) < depth or not all(most[i] for i in order):
             continue
-        cells = [1] if len(order) == 1 else [c for c in space.cell_sizes if replicas % c == 0]
+        cells = [c for c in space.cell_sizes if replicas % c == 0]
+        cells = cells[:1] if len(order) == 1 else cells
         few = [min(n, FEW_WORKERS // replicas) for n in most]
         for stages in frame.shapes.deals(order, depth, most, few):
             for cell in cells:
@@ -90,11 +91,19 @@ def tour_lines(
 ) -> list[tuple[Variant, ...]]:
     """Lines along tours, as long as they get."""
     lines = dict.fromkeys(
-        consecutive_groups(cluster, room, tour, depth, replicas)
+        tuple(in_cells for group in found if (in_cells := _in_cells(space, group)) is not None)
         for tour in tours(cluster, frame)
         for replicas in _levels(space, frame, depth)
+        if (found := consecutive_groups(cluster, room, tour, depth, replicas))
     )
     return [line for line in lines if len(line) > 1]
+
+
+def _in_cells(space: Space, group: Variant) -> Variant | None:
+    """The group in cells of a size that the space allows; None if none of them divides its pipelines."""
+    shape, replicas, cell = group
+    sizes = [size for size in space.cell_sizes if replicas % size == 0]
+    return (shape, replicas, cell if cell in sizes else sizes[-1]) if sizes else None
 
 
 def _levels(space: Space, frame: Frame, depth: int) -> list[int]:

@@ -250,7 +250,7 @@ def entry_of(
         tp=batch.tp,
         microbatch=batch.microbatch,
         groups=(group,),
-        sharing=cell > 1 and len(shape) > 1,
+        sharing=space.takes_turns([group]),
         tcp=space.tcp,
     )
     return EstimatedCandidate(candidate, score, float(found.iteration_s[v]), float(found.usd[v]), floor)

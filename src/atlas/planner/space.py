@@ -16,6 +16,7 @@ from atlas.cost.arrange import arrange
 from atlas.cost.price import Tcp
 from atlas.cost.profile import load_profile
 from atlas.errors import AtlasError, InfeasibleError, SpecError
+from atlas.planner.candidate import Group
 from atlas.spec import Job
 from atlas.spec.batch import batch_sequences
 
@@ -63,6 +64,10 @@ class Space:
     def can_use(self, name: str) -> bool:
         return self.datacenters is None or name in self.datacenters
 
+    def takes_turns(self, groups: Iterable[Group]) -> bool:
+        """Whether pipelines of these groups may take turns on the WAN."""
+        return self.tcp == "many" and any(group.num_hops and group.pipelines_per_cell > 1 for group in groups)
+
     def slots(self, microbatch: int) -> int:
         """Microbatches of one iteration, over all replicas."""
         return self.sequences // microbatch
@@ -100,7 +105,7 @@ def space_of(
         rule = f"does not divide the global batch of {sequences} sequences"
         raise SpecError(where=job.where, key="microbatch", value=job.microbatch, rule=rule, remedy="Change one of them")
     tps, sizes = _measured(job, tps, sizes)
-    cell_sizes: tuple[int, ...] = tuple(range(1, MAX_CELL + 1))
+    cell_sizes: tuple[int, ...] = tuple(range(1, MAX_CELL + 1)) if tcp == "many" else (1,)
     if "pipelines_per_cell" in keep:
         cell_sizes = (job.pipelines_per_cell or arrange(job).num_pipelines,)
     return Space(
@@ -109,7 +114,7 @@ def space_of(
         tps=tps,
         microbatches=sizes,
         depths=(job.pp,) if "pp" in keep else _depths(job),
-        cell_sizes=cell_sizes if tcp == "many" else (1,),
+        cell_sizes=cell_sizes,
         num_cells=job.cells if "cells" in keep else None,
         tcp=tcp,
         datacenters=_kept_datacenters(job) if "datacenters" in keep else None,

@@ -343,8 +343,11 @@ def _algorithm1_entries(search: Search) -> list[EstimatedCandidate]:
             break
         kept = space.uses_kept(cluster.names[i] for i, _ in shape)
         kept &= space.is_kind("one" if len(shape) == 1 else "pipeline")
-        if kept and all(cluster.joined[a[0], b[0]] for a, b in pairwise(shape)):
-            rows.append((len(shapes), cells * pipelines, pipelines if len(shape) > 1 else 1))
+        sizes = cell_sizes(space, cells * pipelines)[:1]  # one datacenter shares nothing
+        if len(shape) > 1:
+            sizes = [pipelines] if space.num_cells in (None, cells) else []
+        if kept and sizes and all(cluster.joined[a[0], b[0]] for a, b in pairwise(shape)):
+            rows.append((len(shapes), cells * pipelines, sizes[0]))
             shapes.append(shape)
     fastest = Search(space, cluster, Objective())
     return _entries(fastest, frame, job.pp, shapes, rows)

@@ -24,6 +24,9 @@ from atlas.sailor.money import Money, money
 from atlas.sailor.plan_file import SailorPlan, read_plan, write_plan
 from atlas.sailor.search import Found, search
 
+OF_A_SEARCH = ("cost", "objective", "min_throughput", "max_usd")
+"""Flags that have no effect on a plan that is given."""
+
 
 def positive(text: str) -> float:
     try:
@@ -70,6 +73,10 @@ def run_sailor(args: argparse.Namespace) -> int:
     inputs = read_inputs(folder, find_trace(folder, args.trace), args.model, args.gpu, prices)
     found = None
     if args.judge is not None:
+        for name in OF_A_SEARCH:
+            if (value := getattr(args, name)) is not None:
+                rule = "chooses among plans, and --judge gives one plan"
+                raise _bad_flag(f"--{name.replace('_', '-')}", value, rule, "Leave one of them out")
         plan = read_plan(args.judge)
         check(inputs, plan, str(args.judge))
     else:

@@ -63,7 +63,12 @@ class ApiError(Exception):
 
 def of_validation(error: ValidationError, model: type[BaseModel]) -> ApiError:
     """The first error in a body, with the name of its field."""
-    first = error.errors(include_url=False, include_input=False)[0]
+    found = error.errors(include_url=False, include_input=False)
+    first = found[0]
+    if _is_of_type(first["type"]) and len(first["loc"]) == 2:
+        # A field of several types has an error for each of them: a broken rule is of the type that was given.
+        rules = (one for one in found if one["loc"][:-1] == first["loc"][:-1] and not _is_of_type(one["type"]))
+        first = next(rules, first)
     kind, path = first["type"], [str(part) for part in first["loc"]]
     if kind == "disagrees":
         path = [first["ctx"]["field"]]
@@ -86,9 +91,13 @@ def of_validation(error: ValidationError, model: type[BaseModel]) -> ApiError:
     return ApiError(400, f"{where}: {said}" if where else said, param=where or None, code="invalid_value")
 
 
+def _is_of_type(kind: str) -> bool:
+    return kind.endswith("_type") or kind == "literal_error"
+
+
 def _unknown(name: str, where: str, known: type[BaseModel]) -> ApiError:
     shown, where = (text.encode(errors="replace").decode()[:80] for text in (name, where))
-    nearest = difflib.get_close_matches(name[:80], known.model_fields, n=1, cutoff=0.0)
+    nearest = difflib.get_close_matches(name[:80], known.model_fields, n=1)
     message = f"{shown}: no such field. Leave it out" + (f", or write {nearest[0]}" if nearest else "")
     return ApiError(400, message, param=where, code="unknown_parameter")
 

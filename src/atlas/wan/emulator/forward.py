@@ -11,9 +11,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit, types
+from numba import types
 from numpy.typing import NDArray
 
+from atlas.jit import entry, njit
 from atlas.wan.emulator.lateness import BIN_NS, NUM_BINS
 from atlas.wan.emulator.netdev import VNET_HDR_BYTES
 from atlas.wan.emulator.rivals import advance_rivals
@@ -64,13 +65,13 @@ class ForwardTables(NamedTuple):
     num_seen: NDArray[np.int64]
 
 
-@njit(cache=True)
+@njit
 def _now_ns(spec: Any) -> Any:
     _clock(1, spec.ctypes.data)
     return spec[0] * 1_000_000_000 + spec[1]
 
 
-@njit(cache=True)
+@njit
 def _cost_bytes(packet: Any, num_bytes: int) -> Any:
     """What a packet costs on its link: its payload."""
     ip = VNET_HDR_BYTES
@@ -82,7 +83,7 @@ def _cost_bytes(packet: Any, num_bytes: int) -> Any:
     return max(num_bytes - ip - header_bytes, MIN_COST_BYTES)
 
 
-@njit(cache=True)
+@njit
 def _destination(packet: Any, num_bytes: int, num_nodes: int) -> Any:
     """The node that a packet is addressed to, or -1."""
     ip = VNET_HDR_BYTES
@@ -92,7 +93,7 @@ def _destination(packet: Any, num_bytes: int, num_nodes: int) -> Any:
     return node if 0 <= node < num_nodes else -1
 
 
-@njit(cache=True)
+@njit
 def _add_cross(row: Any, first: int, end: int, cross: Any, now_ns: int) -> None:
     """Lets cross traffic join the link's queue, and the queue drain, up to now. `cross`: shares of the rate."""
     at = row[CROSS_AT]
@@ -107,7 +108,7 @@ def _add_cross(row: Any, first: int, end: int, cross: Any, now_ns: int) -> None:
     row[FREE_NS], row[CROSS_AT] = now_ns + backlog, now_ns
 
 
-@njit(cache=True)
+@njit
 def _add_rivals(link: int, floats: Any, ints: Any, rivals: Any, now_ns: int) -> None:
     """Lets the competing flows of a link, if it has some, send and react up to now."""
     row, first, end = floats[link], ints[link, RIVALS], ints[link, RIVALS_END]
@@ -117,7 +118,7 @@ def _add_rivals(link: int, floats: Any, ints: Any, rivals: Any, now_ns: int) -> 
         row[FREE_NS] = advance_rivals(state, count, ring, row[FREE_NS], now_ns, *figures)
 
 
-@njit(cache=True)
+@njit
 def _due_ns(
     link: int, floats: Any, ints: Any, trunks: Any, cross: Any, rivals: Any, cost_bytes: int, now_ns: int
 ) -> Any:
@@ -149,7 +150,7 @@ def _due_ns(
     return due
 
 
-@njit(cache=True)
+@njit
 def _store(link: int, ints: Any, memory: Any, words: Any, packet: Any, num_bytes: int, due_ns: int) -> bool:
     """Appends a packet to the ring. False if the ring is full."""
     row = ints[link]
@@ -172,7 +173,7 @@ def _store(link: int, ints: Any, memory: Any, words: Any, packet: Any, num_bytes
     return True
 
 
-@njit(cache=True)
+@njit
 def _read_packets(node: int, fd: int, tables: ForwardTables, packet: Any, spec: Any) -> int:
     """Reads what a node sends, at most a batch, and returns the number of packets."""
     link_of, floats, ints, trunks, memory, words, cross, rivals, seen, num_seen = tables
@@ -202,7 +203,7 @@ def _read_packets(node: int, fd: int, tables: ForwardTables, packet: Any, spec: 
     return BATCH
 
 
-@njit(cache=True)
+@njit
 def _write_packets(fds: Any, ints: Any, memory: Any, words: Any, bins: Any, worst: Any, spec: Any) -> Any:
     """Writes what is due and returns when the next packet is due."""
     next_ns = np.int64(1) << 62
@@ -232,7 +233,7 @@ def _write_packets(fds: Any, ints: Any, memory: Any, words: Any, bins: Any, wors
     return next_ns
 
 
-@njit(cache=True, nogil=True)
+@entry
 def forward(
     fds: NDArray[np.int32],
     tables: ForwardTables,

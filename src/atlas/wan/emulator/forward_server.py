@@ -13,8 +13,8 @@ import time
 from typing import Any
 
 import numpy as np
-from numba import njit
 
+from atlas.jit import entry
 from atlas.lifetime import end_with_parent
 from atlas.priority import raise_priority
 from atlas.wan.emulator import forward as f
@@ -164,7 +164,7 @@ class ForwardServer:
         return [int(self._link_of[first, second]), int(self._link_of[second, first])]
 
 
-@njit(cache=True)
+@entry
 def _seed(seed: int) -> None:
     """The compiled code has a random generator of its own."""
     np.random.seed(seed)

@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
+
+from atlas.jit import entry, njit
 
 # Columns of the flows' table of floats and of their table of integers.
 CWND, SSTHRESH, W_MAX, ORIGIN, W_EST, EPOCH_NS, K_S = range(7)
@@ -57,7 +58,7 @@ def start_rivals(tables: Tables, now_ns: int, round_trip_ns: float) -> None:
     ring[:, 0, 0], ring[:, 0, 1] = now_ns, now_ns + round(round_trip_ns)
 
 
-@njit(cache=True)
+@entry
 def advance_rivals(
     floats: Any,
     ints: Any,
@@ -94,7 +95,7 @@ def advance_rivals(
             count[TAIL] += 1
 
 
-@njit(cache=True)
+@njit
 def _acknowledged(state: Any, count: Any, now_ns: int, rtt_ns: float, least_ns: float, lost: bool) -> None:
     """One packet less in flight; the window grows, or shrinks once for all losses of a round trip."""
     number = count[HEAD]
@@ -115,7 +116,7 @@ def _acknowledged(state: Any, count: Any, now_ns: int, rtt_ns: float, least_ns: 
             _grow(state, now_ns, least_ns)
 
 
-@njit(cache=True)
+@njit
 def _end_slow_start(state: Any, count: Any, now_ns: int, rtt_ns: float, least_ns: float) -> None:
     """HyStart."""
     if count[HEAD] > count[ROUND_END]:
@@ -132,7 +133,7 @@ def _end_slow_start(state: Any, count: Any, now_ns: int, rtt_ns: float, least_ns
         state[SSTHRESH] = state[CWND]
 
 
-@njit(cache=True)
+@njit
 def _grow(state: Any, now_ns: int, least_ns: float) -> None:
     """CUBIC's curve through the window of the last loss, but no slower than Reno."""
     window = state[CWND]
