@@ -24,8 +24,12 @@ class Stages:
     def __del__(self):
         os.abort()
 
+def group(*args):
+    group = Stages()
+    raise RuntimeError("not connected")
+
 follower.make_device = lambda device: SimpleNamespace(place="cpu")
-follower.TensorGroup, follower.ShardedStageSet = lambda *args: None, Stages
+follower.TensorGroup, follower.ShardedStageSet = group if sys.argv[1] == "no group" else lambda *args: None, Stages
 assignment = SimpleNamespace(role=None, nccl_on_shared_gpu=False, device="cpu", tp=2, patience_s=1.0, save=None)
 follower.follow(assignment, 1, None, io.StringIO(sys.argv[1]), sys.stdout)
 """
@@ -73,7 +77,12 @@ def test_gpus_of_a_group_are_neighbours() -> None:
 
 @pytest.mark.parametrize(
     ("order", "code", "reply"),
-    [("", 0, ""), ('{"call": "end"}', 0, ""), ('{"call": "fly", "stage": null, "args": [], "kwargs": {}}', 1, "fly")],
+    [
+        ("", 0, ""),
+        ('{"call": "end"}', 0, ""),
+        ('{"call": "fly", "stage": null, "args": [], "kwargs": {}}', 1, "fly"),
+        ("no group", 1, "not connected"),
+    ],
 )
 def test_a_follower_destroys_nothing_before_it_ends(order: str, code: int, reply: str) -> None:
     ended = subprocess.run([sys.executable, "-c", FOLLOWER, order], capture_output=True, text=True)
