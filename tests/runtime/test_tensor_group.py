@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
+from atlas.errors import WorkerError
 from atlas.runtime.checkpoint.state import LayerState
 from atlas.runtime.tensor_parallel.group import ParameterShards, place_of
+from atlas.runtime.tensor_parallel.leader import Followers
 
 FOLLOWER = """
 import io, os, sys
@@ -73,6 +76,15 @@ def test_a_saved_layer_is_sharded_with_its_optimizer_state() -> None:
 def test_gpus_of_a_group_are_neighbours() -> None:
     assert place_of("cuda:4", 3) == "cuda:7"
     assert place_of("paced", 3) == "paced"
+
+
+def test_the_error_of_a_leader_whose_follower_has_died_is_in_its_log(capsys: pytest.CaptureFixture[str]) -> None:
+    followers = Followers.__new__(Followers)
+    followers._error, followers._has_error = WorkerError("rank 1 was killed"), threading.Event()
+    followers._has_error.set()
+    with pytest.raises(WorkerError, match="rank 1 was killed"), followers.explaining():
+        raise RuntimeError("connection closed by peer")
+    assert "connection closed by peer" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
