@@ -19,6 +19,8 @@ FLAGS = [
     "--disable-component-update",
     "--disable-sync",
 ]
+LIMIT_MS = 120_000
+"""Of the start, and of a page's waits: a busy host needs some of it."""
 
 
 @contextmanager
@@ -28,6 +30,12 @@ def chromium() -> Iterator[Any]:
     if not CHROMIUM:
         pytest.skip("chromium is not installed: apt-get install chromium")
     with api.sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        found = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS, timeout=LIMIT_MS)
         yield found
         found.close()
+
+
+def new_page(browser: Any, **options: Any) -> Any:
+    page = browser.new_page(**options)
+    page.set_default_timeout(LIMIT_MS)
+    return page

@@ -152,7 +152,7 @@ def test_a_closed_pipe_is_not_an_error() -> None:
     os.close(reader)
     job = started("schedules", "--show", "gpipe", "examples/three-dcs.yaml", stdout=writer)
     os.close(writer)
-    _, err = job.communicate(timeout=30)
+    _, err = job.communicate(timeout=120)
     assert (job.returncode, err) == (141, b"")
 
 
@@ -160,7 +160,7 @@ def test_a_closed_pipe_is_not_an_error() -> None:
 def test_a_full_disk_is_reported_in_one_message() -> None:
     with Path("/dev/full").open("wb") as full:
         job = started("schedules", stdout=full)
-        _, err = job.communicate(timeout=30)
+        _, err = job.communicate(timeout=120)
     assert job.returncode == 2
     assert b"No space left" in err
     assert b"Traceback" not in err

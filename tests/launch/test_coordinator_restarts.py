@@ -14,7 +14,7 @@ from atlas.launch.run_state import FILE, ResumePoint, RunningAttempt, StateFile
 
 TWO = ("east", "west")
 NUM_STEPS = 8
-SETTINGS = train_options(NUM_STEPS, save_every=2, grace_s=20, patience_s=20)
+SETTINGS = train_options(NUM_STEPS, save_every=2, grace_s=20, patience_s=120)
 
 
 def test_workers_go_on_while_the_coordinator_is_started_again(tmp_path: Path) -> None:

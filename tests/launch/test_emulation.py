@@ -35,6 +35,9 @@ TRAINING = TrainingSetup(
     ModelChoice(QWEN), DataChoice(8, 2, SHIPPED), OptimizerSettings(LearningRate(1e-3, "cosine", 1, 10)), 1.0
 )
 
+PATIENCE_S = 120.0
+"""Workers of a busy host take long for their first step."""
+
 
 # ---- clocks ----------------------------------------------------------------------------------------------------------
 def test_clocks_that_differ_by_seconds_are_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,7 +55,7 @@ def test_clocks_that_differ_by_seconds_are_aligned(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(run_monitor, "offsets_ns", timed)
     began_ns = list[int]()
-    settings = EmulationSettings(1, skews_ns=skews_ns, patience_s=120.0)
+    settings = EmulationSettings(1, skews_ns=skews_ns, patience_s=PATIENCE_S)
     run = emulate(program, costs, SMALL, settings, on_start=lambda pids: began_ns.append(time.monotonic_ns()))
     took_ns = time.monotonic_ns() - began_ns[0]
     for name, offset_ns in offsets.items():
@@ -93,7 +96,7 @@ def layout(num_pipelines: int, dcs: tuple[str, ...], num_microbatches: int) -> t
 
 def play(case: tuple[Program, Costs], folder: Path | None, steps: int, on_step: OnStep | None = None) -> Emulation:
     program, costs = case
-    setup = EmulationSettings(steps, device="cpu", streams=1, paths={})
+    setup = EmulationSettings(steps, device="cpu", streams=1, paths={}, patience_s=PATIENCE_S)
     if folder is not None:
         saves = find_checkpoints(str(folder), program.rank_dc, every=2)
         setup = replace(setup, num_steps=steps - first_step(saves), save=saves)
@@ -110,24 +113,24 @@ def interrupted_at(step: int) -> OnStep:
 
 @pytest.mark.slow
 def test_a_stopped_run_resumes_to_the_same_bits_and_on_another_plan_to_the_same_losses(tmp_path: Path) -> None:
-    case = layout(2, ("a", "b"), 2)
-    whole = play(case, None, 6)
-    stopped = play(case, tmp_path / "run", 6, interrupted_at(2))
+    case, num_steps = layout(2, ("a", "b"), 2), 30  # on a busy host, workers are steps ahead of the interrupt
+    whole = play(case, None, num_steps)
+    stopped = play(case, tmp_path / "run", num_steps, interrupted_at(2))
     assert stopped.stopped
     num_done = len(stopped.losses)
-    assert 2 <= num_done < 6
+    assert 2 <= num_done < num_steps
     assert stopped.losses == whole.losses[:num_done]
     assert first_step(find_checkpoints(str(tmp_path / "run"), ("a", "b"))) == num_done
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["a", "b"], "each datacenter has its own"
 
-    again = play(case, tmp_path / "run", 6)
+    again = play(case, tmp_path / "run", num_steps)
     assert not again.stopped
     assert again.losses == whole.losses[num_done:]
     assert all(np.array_equal(again.weights[name], whole.weights[name]) for name in whole.weights)
 
     play(case, tmp_path / "other", 3)
     elsewhere = play(layout(1, ("b", "c", "d"), 4), tmp_path / "other", 6)
-    assert elsewhere.losses == pytest.approx(whole.losses[3:], rel=1e-5)
+    assert elsewhere.losses == pytest.approx(whole.losses[3:6], rel=1e-5)
 
 
 def test_a_run_that_keeps_no_timeline_has_the_same_losses_and_the_last_pass() -> None:
@@ -141,7 +144,7 @@ def test_a_run_that_keeps_no_timeline_has_the_same_losses_and_the_last_pass() ->
         faults.add((event["wan_streams_replaced"], event["wan_chunks_resent"]))
 
     def run(*, keep: bool) -> Emulation:
-        setup = EmulationSettings(5, device="cpu", keep_weights=False, keep_timeline=keep)
+        setup = EmulationSettings(5, device="cpu", keep_weights=False, keep_timeline=keep, patience_s=PATIENCE_S)
         return emulate(program, costs, TRAINING, setup, on_step=note)
 
     kept, forgot = run(keep=True), run(keep=False)

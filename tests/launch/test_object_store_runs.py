@@ -19,6 +19,7 @@ from atlas.runtime.checkpoint.place import below, store_at
 
 pytestmark = pytest.mark.skipif(bool(ABSENT), reason=f"not installed: {', '.join(ABSENT)} (CONTRIBUTING.md)")
 TWO = ("east", "west")
+NUM_STEPS = 12
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -29,11 +30,11 @@ def _server() -> Iterator[None]:
 
 @pytest.fixture
 def undisturbed(tmp_path: Path) -> dict[str, str]:
-    """Hashes of step 6, saved in folders."""
+    """Hashes of the last step, saved in folders."""
     folders = {dc: tmp_path / dc for dc in TWO}
-    run = run_datacenters(write_job(tmp_path, *TWO), folders, train_options(6, save_every=2))
+    run = run_datacenters(write_job(tmp_path, *TWO), folders, train_options(NUM_STEPS, save_every=2))
     assert run.codes == dict.fromkeys(TWO, 0)
-    return hashes(folders, 6)
+    return hashes(folders, NUM_STEPS)
 
 
 def in_bucket(places: Mapping[str, str], step: int) -> dict[str, str]:
@@ -59,7 +60,7 @@ def test_a_run_resumes_from_the_bucket_with_the_same_bits(
     run = run_datacenters(
         write_job(tmp_path, *TWO),
         folders,
-        train_options(6, save_every=2),
+        train_options(NUM_STEPS, save_every=2),
         settings=settings,
         on_start=lambda run, now: pids.update(now),
         on_step=kill,
@@ -67,7 +68,7 @@ def test_a_run_resumes_from_the_bucket_with_the_same_bits(
     assert run.codes == dict.fromkeys(TWO, 0), run.errors
     assert run.starts == 2
     assert any("resumed from the checkpoint of step" in line for line in run.said)
-    assert in_bucket(places, 6) == undisturbed
+    assert in_bucket(places, NUM_STEPS) == undisturbed
     assert not any(folder.exists() for folder in folders.values())
 
 
@@ -75,7 +76,7 @@ def test_a_run_resumes_from_the_bucket_with_the_same_bits(
 def test_the_command_trains_and_resumes_on_two_hosts_without_a_common_folder(
     tmp_path: Path, undisturbed: dict[str, str]
 ) -> None:
-    """Three commands: four steps, two more from other folders, and a bucket that does not exist."""
+    """Three commands: some steps, two more from other folders, and a bucket that does not exist."""
     job, place = tmp_path / "job.yaml", "s3://atlas/command"
 
     def train(steps: int, where: str, place: str = place) -> dict[str, subprocess.CompletedProcess[str]]:
@@ -93,13 +94,13 @@ def test_the_command_trains_and_resumes_on_two_hosts_without_a_common_folder(
         said = {dc: process.communicate(timeout=120) for dc, process in started.items()}
         return {dc: subprocess.CompletedProcess([], p.returncode, *said[dc]) for dc, p in started.items()}
 
-    for steps, where in ((4, "first"), (6, "second")):
+    for steps, where in ((NUM_STEPS - 2, "first"), (NUM_STEPS, "second")):
         ended = train(steps, where)
         assert [one.returncode for one in ended.values()] == [0, 0], {dc: one.stderr for dc, one in ended.items()}
-    assert "resumed from the checkpoint of step 4" in ended["east"].stdout + ended["east"].stderr
-    assert complete_ids([store_at(below(place, "own"))])[-1].step == 6
-    assert in_bucket({"all": place}, 6) == undisturbed
-    refused = train(6, "third", "s3://none/run")["west"]
+    assert f"resumed from the checkpoint of step {NUM_STEPS - 2}" in ended["east"].stdout + ended["east"].stderr
+    assert complete_ids([store_at(below(place, "own"))])[-1].step == NUM_STEPS
+    assert in_bucket({"all": place}, NUM_STEPS) == undisturbed
+    refused = train(NUM_STEPS, "third", "s3://none/run")["west"]
     assert refused.returncode == 2
     assert "s3://none/run: the bucket cannot be read" in refused.stderr
     assert "Traceback" not in refused.stderr

@@ -30,6 +30,8 @@ from atlas.schedules.classic import one_f_one_b
 from atlas.sim import simulate
 
 MS = 1_000_000
+LIMIT_S = 120.0
+"""Of a change, and of a wait for an error: far more than a busy host needs."""
 SMALL = stand_in(width=16, length=8, microbatch=2)
 
 
@@ -48,7 +50,7 @@ def play(delay_ms: float | None, *, provision: bool = True, steps: int = 3, zero
     program, costs = case(delay_ms, provision=provision)
     if costs.circuits is not None:
         costs = replace(costs, circuits=replace(costs.circuits, until_step=zero > 0))
-    settings = EmulationSettings(steps, rails=RailSettings(**rails))
+    settings = EmulationSettings(steps, rails=RailSettings(deadline_s=LIMIT_S, **rails))
     return emulate(program, costs, replace(SMALL, zero=zero), settings)
 
 
@@ -145,8 +147,8 @@ class Broken(EmulatedSwitch):
         raise KeyError("no such port")
 
 
-def broken(make: Callable[[], Switch], deadline_s: float | None = None) -> AtlasError:
-    """What ends a run with such a switch, which must come before the deadline has passed twice."""
+def broken(make: Callable[[], Switch], deadline_s: float = LIMIT_S) -> AtlasError:
+    """What ends a run with such a switch."""
     program, costs = case(1)
     roles = all_roles(program, 1)
     workers = Recorded([role.name for role in roles])
@@ -154,7 +156,7 @@ def broken(make: Callable[[], Switch], deadline_s: float | None = None) -> Atlas
     with RailControl(workers, roles, [RailCosts(costs.circuits, costs.compute_ns)], range(2), settings) as rails:
         rails.begin(time.monotonic_ns())
         with pytest.raises(AtlasError) as caught:
-            workers.wait_for("result", 2 * rails.deadline_s)
+            workers.wait_for("result", LIMIT_S)
     return caught.value
 
 
@@ -167,7 +169,7 @@ def broken(make: Callable[[], Switch], deadline_s: float | None = None) -> Atlas
     ],
 )
 def test_a_switch_that_fails_ends_the_run_with_a_named_error(fault: Any, said: str) -> None:
-    error = broken(lambda: EmulatedSwitch(0.001, fault=fault), 0.2)
+    error = broken(lambda: EmulatedSwitch(0.001, fault=fault), 0.2 if fault == "late" else LIMIT_S)
     assert isinstance(error, SwitchError)
     assert str(error).startswith("east: change ")
     assert said in str(error)
@@ -208,10 +210,10 @@ def test_with_a_fallback_the_circuits_stay_as_they_are_and_nothing_waits() -> No
     roles = all_roles(program, 1)
     workers = Recorded([role.name for role in roles])
     switch = EmulatedSwitch(0.001, fault="refuses", fails_at=1)
-    settings = RailSettings(fallback=True, make_switch=lambda dc, delay_s: switch)
+    settings = RailSettings(fallback=True, make_switch=lambda dc, delay_s: switch, deadline_s=LIMIT_S)
     with RailControl(workers, roles, [RailCosts(costs.circuits, costs.compute_ns)], range(1), settings) as rails:
         rails.begin(time.monotonic_ns())
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + LIMIT_S
         while len(workers.told) < 4 and time.monotonic() < deadline:
             time.sleep(0.001)
         report = rails.report()

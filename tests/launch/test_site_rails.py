@@ -16,6 +16,7 @@ from multi_dc_runs import Run, job_text, losses_alone, run_datacenters, train_op
 from atlas.cli import main
 from atlas.errors import AtlasError
 from atlas.fabric.switch import SwitchError
+from atlas.launch import rails
 from atlas.launch.prepared_job import prepare_job
 from atlas.launch.site_rails import require_switch
 from atlas.spec import Job, load_job
@@ -40,7 +41,8 @@ def photonic_job(folder: Path, **fabric: Any) -> Job:
 
 
 @pytest.fixture
-def device() -> Iterator[tuple[str, type[Device]]]:
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, type[Device]]]:
+    monkeypatch.setattr(rails, "DEADLINE_S", 120.0)  # on a busy host the switch answers late, but it answers
     with running() as found:
         yield found
 

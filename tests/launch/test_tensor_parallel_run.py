@@ -53,8 +53,12 @@ def case(num_pipelines: int, num_stages: int, *, splits: bool = False) -> tuple[
 
 
 def play(what: tuple[Program, Costs], config: DecoderConfig, tp: int, steps: int = 3, **setup: object) -> Emulation:
-    made = replace(EmulationSettings(steps, device="cpu", streams=1, paths={}, tp=tp), **setup)  # type: ignore[arg-type]
-    return emulate(*what, training(config), made)
+    return emulate(*what, training(config), replace(small_run(steps, tp), **setup))  # type: ignore[arg-type]
+
+
+def small_run(steps: int, tp: int) -> EmulationSettings:
+    """Patient: on a busy host, processes take long for their first step."""
+    return EmulationSettings(steps, device="cpu", streams=1, paths={}, tp=tp, patience_s=120.0)
 
 
 def assert_close(found: Weights, expected: Weights) -> None:
@@ -106,14 +110,14 @@ def kill_follower(leader: int, how: signal.Signals = signal.SIGKILL) -> None:
 
 def test_a_killed_follower_is_a_killed_worker() -> None:
     program, costs = case(1, 1)
-    setup = EmulationSettings(200, device="cpu", streams=1, paths={}, tp=2)
+    setup = small_run(200, 2)
     with pytest.raises(WorkerError, match=r"tensor-parallel rank 1 of p0\.s0 was killed by SIGKILL"):
         emulate(program, costs, training(GPT), setup, on_start=lambda pids: kill_follower(pids["p0.s0"]))
 
 
 def test_what_an_aborted_follower_wrote_is_in_the_error() -> None:
     program, costs = case(1, 1)
-    setup = EmulationSettings(200, device="cpu", streams=1, paths={}, tp=2)
+    setup = small_run(200, 2)
     with pytest.raises(WorkerError, match=r"rank 1 of p0\.s0 was killed by SIGABRT; the end of its log:") as raised:
         emulate(program, costs, training(GPT), setup, on_start=lambda p: kill_follower(p["p0.s0"], signal.SIGABRT))
     assert "Fatal Python error: Aborted" in str(raised.value)

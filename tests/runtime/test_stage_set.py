@@ -11,7 +11,7 @@ from atlas.runtime.assignment import Assignment, SaveChoice, stand_in
 from atlas.runtime.hardware import make_device
 from atlas.runtime.models import decoder
 from atlas.runtime.stage_set import StageSet
-from atlas.schedules.classic import one_f_one_b
+from atlas.schedules.classic import gpipe, one_f_one_b
 
 PROGRAM = to_text(with_optimizer(one_f_one_b(Layout(1, 1, 1, ("a",)))))
 
@@ -26,3 +26,15 @@ def test_weights_that_a_checkpoint_replaces_are_not_drawn(
     assignment = Assignment(0, PROGRAM, stand_in(width=16, length=8, microbatch=2), num_steps=1, save=save)
     StageSet(assignment, assignment.role, make_device("cpu"))
     assert len(calls) == num_drawn
+
+
+@pytest.mark.parametrize(("tp", "widths"), [(1, 16), (2, 10), (4, 7)])
+def test_layers_are_recomputed_one_by_one_if_their_inputs_take_less_than_a_ranks_activations(
+    tp: int, widths: int
+) -> None:
+    """`widths`: of the model, that one layer's activations take on a rank; 4 of them are whole on every rank."""
+    for num_in_flight in widths - 1, widths:
+        program = to_text(with_optimizer(gpipe(Layout(1, 2, num_in_flight, ("a", "b")), recompute=True)))
+        assignment = Assignment(0, program, stand_in(width=16, length=8, microbatch=2), num_steps=1, tp=tp)
+        (stage,) = StageSet(assignment, assignment.role, make_device("cpu")).stages.values()
+        assert stage.by_layer == (num_in_flight < widths)

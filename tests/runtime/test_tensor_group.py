@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
+from atlas.errors import WorkerError
 from atlas.runtime.checkpoint.state import LayerState
 from atlas.runtime.tensor_parallel.group import ParameterShards, place_of
+from atlas.runtime.tensor_parallel.leader import Followers
 
 FOLLOWER = """
 import io, os, sys
@@ -24,8 +27,12 @@ class Stages:
     def __del__(self):
         os.abort()
 
+def group(*args):
+    group = Stages()
+    raise RuntimeError("not connected")
+
 follower.make_device = lambda device: SimpleNamespace(place="cpu")
-follower.TensorGroup, follower.ShardedStageSet = lambda *args: None, Stages
+follower.TensorGroup, follower.ShardedStageSet = group if sys.argv[1] == "no group" else lambda *args: None, Stages
 assignment = SimpleNamespace(role=None, nccl_on_shared_gpu=False, device="cpu", tp=2, patience_s=1.0, save=None)
 follower.follow(assignment, 1, None, io.StringIO(sys.argv[1]), sys.stdout)
 """
@@ -71,9 +78,23 @@ def test_gpus_of_a_group_are_neighbours() -> None:
     assert place_of("paced", 3) == "paced"
 
 
+def test_the_error_of_a_leader_whose_follower_has_died_is_in_its_log(capsys: pytest.CaptureFixture[str]) -> None:
+    followers = Followers.__new__(Followers)
+    followers._error, followers._has_error = WorkerError("rank 1 was killed"), threading.Event()
+    followers._has_error.set()
+    with pytest.raises(WorkerError, match="rank 1 was killed"), followers.explaining():
+        raise RuntimeError("connection closed by peer")
+    assert "connection closed by peer" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("order", "code", "reply"),
-    [("", 0, ""), ('{"call": "end"}', 0, ""), ('{"call": "fly", "stage": null, "args": [], "kwargs": {}}', 1, "fly")],
+    [
+        ("", 0, ""),
+        ('{"call": "end"}', 0, ""),
+        ('{"call": "fly", "stage": null, "args": [], "kwargs": {}}', 1, "fly"),
+        ("no group", 1, "not connected"),
+    ],
 )
 def test_a_follower_destroys_nothing_before_it_ends(order: str, code: int, reply: str) -> None:
     ended = subprocess.run([sys.executable, "-c", FOLLOWER, order], capture_output=True, text=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import asdict
 
 from atlas.ir.assemble import with_optimizer
@@ -12,6 +14,22 @@ from atlas.runtime.assignment import Assignment, stand_in
 from atlas.schedules.classic import one_f_one_b
 
 NAME = "p0.s0"
+FAILS = """
+import os
+from atlas.runtime import process
+
+class Group:
+    def __del__(self):
+        os.abort()
+
+def serve(*args):
+    group = Group()
+    raise RuntimeError("not connected")
+
+process._serve = serve
+process.main()
+"""
+"""A worker that fails, and whose process group aborts the process when it is destroyed."""
 
 
 def test_a_message_before_the_start_is_not_taken_for_a_clock_request() -> None:
@@ -28,3 +46,8 @@ def test_a_message_before_the_start_is_not_taken_for_a_clock_request() -> None:
         workers.send(NAME, {"start_ns": 0})
         found = workers.wait_for("result", 60, meanwhile=lambda name, message: "step" in message)
     assert found[NAME]["steps"] == 1
+
+
+def test_a_worker_that_fails_destroys_nothing_before_it_ends() -> None:
+    ended = subprocess.run([sys.executable, "-c", FAILS], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    assert (ended.returncode, "not connected" in ended.stdout) == (1, True), ended.stderr

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browsers import chromium
+from browsers import chromium, new_page
 from ui_samples import TINY, paths_of, report_steps, saved_run
 
 from atlas.evaluate import evaluate
@@ -43,12 +43,12 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedPage]:
 def opened(
     browser: Any, url: str, width: int = 1280, height: int = 720, scheme: str = "light"
 ) -> tuple[Any, list[str]]:
-    page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
+    page = new_page(browser, viewport={"width": width, "height": height}, color_scheme=scheme)
     complaints: list[str] = []
     page.on("console", lambda message: complaints.append(message.text))
     page.on("pageerror", lambda error: complaints.append(str(error)))
     page.goto(url)
-    page.wait_for_selector("html[data-ready=yes]", timeout=60_000)
+    page.wait_for_selector("html[data-ready=yes]")
     return page, complaints
 
 

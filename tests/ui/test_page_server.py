@@ -98,7 +98,7 @@ def test_two_hundred_clients_get_events_and_a_silent_one_is_dropped(monkeypatch:
         for _ in range(201):  # the first one never reads
             client = socket.socket()
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            client.settimeout(10)
+            client.settimeout(60)
             client.connect(("127.0.0.1", server.port))
             client.sendall(request)
             clients.append(client)

@@ -58,11 +58,11 @@ def test_other_links_are_answered_from_the_same_order_at_once() -> None:
     desk = desk_of()
     first = desk.quick({})
     assert (first["kind"], first["row"]["iteration_s"]) == ("frozen", first["now_s"])
-    best_s = 9.0
+    best_s = 9.0  # of CPU: other load on the host does not count
     for factor in (0.25, 0.5, 2.0, 4.0):
-        began = time.perf_counter()
+        began = time.process_time()
         answer = desk.quick({"bandwidth": factor, "latency": 1 / factor})
-        best_s = min(best_s, time.perf_counter() - began)
+        best_s = min(best_s, time.process_time() - began)
         assert answer["kind"] == "frozen"
         assert (answer["row"]["iteration_s"] < first["now_s"]) == (factor > 1)
     assert best_s < 0.3

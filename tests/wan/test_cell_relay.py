@@ -24,20 +24,18 @@ def test_paths_go_through_every_node_and_no_name_comes_twice_in_a_row() -> None:
 def test_nodes_of_a_cell_send_each_others_slices() -> None:
     with joined_cells(2, [40e6, 40e6]) as (here, there, _):
         data = [os.urandom(2 << 20) for _ in range(2)]
-        alone_s, in_time = (2 << 20) * 8 / 40e6, False
         end = time.monotonic() + 90
         for round in itertools.count():
             gets = [there[i].recv(Key(f"dc1/{i}", 0, (round, i, 0, 0))) for i in range(2)]
-            begin_ns = time.monotonic_ns()
+            began_ns = time.monotonic_ns()
             sends = [here[i].send(Key(f"dc2/{i}", 0, (round, i, 0, 0)), data[i], turn=2 * round + i) for i in range(2)]
             assert [get.wait(60) for get in gets] == data
             for send in sends:
                 send.wait(60)
-            first_s, last_s = ((get.end_ns - begin_ns) / 1e9 for get in gets)
-            in_time = first_s < 0.85 * last_s and first_s < 1.6 * (alone_s / 2 + 0.01)
-            if in_time or time.monotonic() > end:  # a busy host, on which the emulated paths are late, gets more rounds
+            first_ns, last_ns = (get.end_ns - began_ns for get in gets)
+            if first_ns < 0.85 * last_ns:  # sent alone, each over its own path, both take as long
                 break
-        assert in_time
+            assert time.monotonic() < end, (first_ns, last_ns)  # a busy host gets more rounds
         assert all(path.delivered_bytes > 0.2 * (2 << 20) for path in here[0].paths("dc2/0"))
 
 

@@ -77,7 +77,7 @@ def test_a_cut_is_survived_whichever_side_notices_it(pair: tuple[Endpoint, Endpo
     for handle in (*received, *sent):
         handle.wait(60)
     assert all(view == data for view in out)
-    assert a.faults.num_replaced > 0
+    until(lambda: a.faults.num_replaced > 0)
 
 
 def test_a_new_connection_takes_the_place_of_a_stale_one(pair: tuple[Endpoint, Endpoint]) -> None:
@@ -115,8 +115,11 @@ def test_a_connection_that_comes_while_the_channel_is_closed_is_closed_too(
 ) -> None:
     a, _ = pair
     channel = a.channel(HIDDEN)
+    may_adopt, here = channel.may_adopt, threading.current_thread()
 
     def closes_meanwhile(slot: int) -> bool:
+        if threading.current_thread() is not here:  # a connection of the peer, which dials several
+            return may_adopt(slot)
         a.close(0)
         return True
 

@@ -110,7 +110,7 @@ def exchange(tmp_path: Path, caplog: pytest.LogCaptureFixture, num_streams: int,
     for name in (A, B):
         make_node(tmp_path, name)
     settings = TransportSettings(
-        max_streams=num_streams, num_streams=num_streams, staging_bytes=num_bytes // 2, stall_s=20.0
+        max_streams=num_streams, num_streams=num_streams, staging_bytes=num_bytes // 2, stall_s=60.0, deadline_s=120.0
     )
     draw = random.Random(num_streams)
     data = [draw.randbytes(num_bytes) for _ in range(4)]
@@ -125,11 +125,11 @@ def exchange(tmp_path: Path, caplog: pytest.LogCaptureFixture, num_streams: int,
             ahead = draw.randint(1, 4)
             got += [b.recv(Key(A, 0, (i, 0, 0, 0))) for i in range(len(got), min(count, len(got) + ahead))]
             if (waited := len(got) - 4) >= 0:
-                got[waited].wait(30)
+                got[waited].wait(120)
         for i, handle in enumerate(got):
-            assert handle.wait(30) == data[i % 4]
+            assert handle.wait(120) == data[i % 4]
         for handle in sent:
-            handle.wait(30)
+            handle.wait(120)
         return a.faults
 
 

@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from connect_errors import connect_error
+from connect_errors import connect_error, until
 
 from atlas.errors import WorkerError
 from atlas.wan.security.credentials import Protection
+from atlas.wan.transport import channel
 from atlas.wan.transport.base import Key, Tag
 from atlas.wan.transport.endpoint import Endpoint
 from atlas.wan.transport.settings import TransportSettings
@@ -122,7 +123,7 @@ def test_a_cut_stream_is_replaced_and_nothing_is_lost_or_duplicated(pair: tuple[
         if i % 5 == 0:
             a.channel("dc2/b").cut()
     assert [g.wait(60) for g in gets] == data
-    assert a.faults.num_replaced > 0
+    until(lambda: a.faults.num_replaced > 0)  # other streams may have delivered everything before one is replaced
 
 
 def test_a_wrong_size_is_an_error_at_the_receiver(pair: tuple[Endpoint, Endpoint]) -> None:
@@ -138,6 +139,24 @@ def test_waits_end_when_the_peer_closes(pair: tuple[Endpoint, Endpoint]) -> None
     got = b.recv(Key("dc1/a", 0, tag(0)), what="3F17 on dc2/b")
     a.close()
     with pytest.raises(WorkerError, match=r"3F17 on dc2/b.*dc1/a has closed its side"):
+        got.wait(60)
+
+
+def test_a_peer_learns_of_a_close_from_a_stream_that_is_late(
+    pair: tuple[Endpoint, Endpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel, "CLOSE_S", 0.01)
+    write_end = channel.Channel._write_end
+
+    def late(*arguments: Any) -> None:
+        time.sleep(0.2)
+        write_end(*arguments)
+
+    monkeypatch.setattr(channel.Channel, "_write_end", late)
+    a, b = pair
+    got = b.recv(Key("dc1/a", 0, tag(0)))
+    a.close(60)
+    with pytest.raises(WorkerError, match="dc1/a has closed its side"):
         got.wait(60)
 
 

@@ -151,7 +151,7 @@ def test_a_shared_channel_delivers_in_spite_of_cuts(peer: str, *, reverse: bool)
         assert [get.wait(60) for get in gets] == data
         for handle in sent:
             handle.wait(60)
-        assert a.faults.num_replaced > 0
+        until(lambda: a.faults.num_replaced > 0)
 
 
 def test_a_shared_channel_fails_after_the_deadline_with_the_last_error() -> None:

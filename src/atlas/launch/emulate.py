@@ -64,7 +64,7 @@ class EmulationSettings:
     num_cells: int = 1
     groups: tuple[PreparedGroup, ...] = ()
     """Where pipelines are placed differently: all groups, of which the Program and the Costs are the first."""
-    patience_s: float = 20.0
+    patience_s: float = 60.0
     paths: NodePaths | None = None
     """By node pair. None: derived from the Costs, and between groups of pipelines from their jobs."""
     weather: WeatherDraw = field(default_factory=WeatherDraw)

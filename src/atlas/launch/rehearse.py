@@ -114,7 +114,7 @@ def _attempt(prepared: PreparedJob, options: TrainOptions, on_step: OnStep) -> R
         num_cells=prepared.job.cells,
         groups=prepared.groups,
         tp=prepared.job.tp,
-        patience_s=20.0 + 2 * predicted.iteration_ns / 1e9,
+        patience_s=options.patience_s + 2 * predicted.iteration_ns / 1e9,
         save=saves,
         logs=None if options.logs is None else new_attempt(options.logs),
         fillers={} if options.filler is None else {role.name: options.filler for role in prepared.roles},

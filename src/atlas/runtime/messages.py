@@ -6,7 +6,7 @@ import json
 import os
 import threading
 import traceback
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 import torch
 
@@ -24,8 +24,10 @@ class MessageWriter:
             self._stream.write(json.dumps(message) + "\n")
             self._stream.flush()
 
-    def fail(self, error: Exception) -> None:
-        """Report an error of another thread than the main one, which may be waiting, and end the process."""
+    def fail(self, error: Exception) -> NoReturn:
+        """Report an error and end the process, whatever its other threads do. Call it while `error` is handled: then
+        nothing of the failed calls is destroyed before. A process group waits for its operations when it is, and gloo's
+        threads may abort an interpreter that ends under them."""
         try:
             self.send(error_message(error))
         finally:

@@ -52,7 +52,7 @@ from atlas.runtime.compiling import ONCE
 from atlas.runtime.device import Device
 from atlas.runtime.hardware import make_device
 from atlas.runtime.kineto import KinetoRecorder
-from atlas.runtime.messages import MessageWriter, error_message
+from atlas.runtime.messages import MessageWriter
 from atlas.runtime.record import StepRecord
 from atlas.runtime.start_times import StartTimes
 from atlas.runtime.waits import Filler, load_filler
@@ -81,8 +81,7 @@ def main() -> int:
     try:
         result = _serve(messages, out)
     except Exception as error:
-        out.send(error_message(error))
-        return 1
+        out.fail(error)
     out.send({"result": result})
     threading.Event().wait()  # peers may still send to this worker; it ends with stdin
     return 0

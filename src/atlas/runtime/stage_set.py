@@ -103,7 +103,7 @@ class StageSet:
             return False
         held = itertools.accumulate((op.kind == Kind.F) - (op.kind in BACKWARDS) for op in ops)
         most = max(held, default=0)
-        return most * config.width < activation_width(config)
+        return most * config.width < activation_width(config, self.assignment.tp)
 
     @property
     def layers(self) -> list[str]:

@@ -164,7 +164,7 @@ def test_callers_without_the_token_get_nothing() -> None:
 @pytest.mark.parametrize("said", [{"proof": "\u00e9"}, {"proof": "\ud800", "nonce": "\ud800"}, {"proof": [1]}, {}])
 def test_invalid_proofs_are_refused_and_the_server_keeps_running(said: dict[str, object]) -> None:
     def talk(kv_server: KvServer) -> None:
-        with socket.create_connection(kv_server.address, 5) as sock:
+        with socket.create_connection(kv_server.address, 60) as sock:
             receive(sock)
             send(sock, PROOF, said)
             assert receive(sock).fields == {}, "no proof of the server's"
@@ -193,7 +193,7 @@ def frame(kind: int, num_payload: int, text: bytes) -> bytes:
 )
 def test_before_authentication_only_small_frames_are_read(said: bytes, caplog: pytest.LogCaptureFixture) -> None:
     def talk(kv_server: KvServer) -> None:
-        with socket.create_connection(kv_server.address, 5) as sock:
+        with socket.create_connection(kv_server.address, 60) as sock:
             receive(sock)
             with contextlib.suppress(ConnectionError):
                 sock.sendall(said)
@@ -210,9 +210,8 @@ def test_after_authentication_invalid_frames_end_the_connection(
     fields: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     def talk(kv_server: KvServer) -> None:
-        with socket.create_connection(kv_server.address, 5) as sock:
+        with socket.create_connection(kv_server.address, 60) as sock:
             greet(sock, "secret", {})
-            sock.settimeout(5)
             sock.sendall(frame(FETCH, 0, fields))
             with contextlib.suppress(ConnectionError):
                 assert sock.recv(1) == b""

@@ -61,7 +61,7 @@ def test_a_frame_that_cannot_be_built_fails_only_its_task() -> None:
 
     link.kv(lost, PrefillPiece(0, 0, 16, 0), broken)
     link.done(kept)
-    there.settimeout(10)
+    there.settimeout(60)
     frames = [receive(there) for _ in range(3)]
     by_kind = {frame.kind: frame.fields for frame in frames}
     assert by_kind.keys() == {READY, DONE, FAILED}

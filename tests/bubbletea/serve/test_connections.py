@@ -49,7 +49,7 @@ def call(address: str, pid: int) -> socket.socket:
 
 async def until(heard: Heard, event: tuple[str, int]) -> None:
     while event not in heard.events:
-        await asyncio.wait_for(heard.changed.wait(), 10)
+        await asyncio.wait_for(heard.changed.wait(), 60)
         heard.changed.clear()
 
 

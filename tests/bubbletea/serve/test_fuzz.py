@@ -56,7 +56,7 @@ def fuzz(service: Serving, path: str, num_examples: int) -> None:
                 if isinstance(body.get(name), int) and body[name] > 8:
                     body[name] = 8
             case.body = body
-        response = case.call(timeout=30)
+        response = case.call(timeout=120)
         seen.add(response.status_code)
         case.validate_response(response, checks=CHECKS)
 

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from atlas.errors import AtlasError
+from atlas.wan.emulator import emulated_net
 from atlas.wan.emulator.lateness import EmulatorLateError
 from atlas.wan.emulator.paths import PathSpec, Trunk
 from atlas.wan.emulator.proxy_net import ProxyNet
 
 sys.path.insert(0, str(Path(__file__).parent))
-from emulated_peers import Peer, call, peer, pour, round_trips_s
+from emulated_peers import Peer, call, peer, pour, require_round_trip, round_trips_s
 
 PAIR = ("east-0", "west-0")
 TRIES = 3
@@ -25,9 +26,15 @@ TRIES = 3
 def test_a_round_trip_takes_two_latencies_from_either_end() -> None:
     with peer() as far, ProxyNet({PAIR: PathSpec(latency_s=0.03)}) as net:
         for src, dst in (PAIR, PAIR[::-1]):
-            taken = round_trips_s(net.listen(src, dst, far.address))
-            assert min(taken) >= 0.06
-            assert min(taken) < 0.065
+            address = net.listen(src, dst, far.address)
+            assert min(round_trips_s(address)) >= 0.06
+            require_round_trip(address, below_s=0.065)
+
+
+def test_the_start_may_take_longer_than_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one on a machine compiles, and on a busy host any takes seconds."""
+    monkeypatch.setattr(emulated_net, "ANSWER_TIMEOUT_S", 0.001)
+    ProxyNet({PAIR: PathSpec()}).close()
 
 
 def test_the_first_bytes_wait_for_the_handshake() -> None:
@@ -153,14 +160,14 @@ def test_a_stalled_connection_is_silent_until_it_is_resumed_and_loses_nothing() 
         with pytest.raises(TimeoutError):
             sock.recv(1)
         assert net.resume() == 1
-        sock.settimeout(5)
+        sock.settimeout(60)
         assert sock.recv(1) == b"b"
 
 
 def test_a_path_can_be_changed_while_it_is_used() -> None:
     with peer() as far, ProxyNet({PAIR: PathSpec(latency_s=0.002)}) as net:
         address = net.listen(*PAIR, far.address)
-        assert min(round_trips_s(address, 5)) < 0.02
+        require_round_trip(address, below_s=0.02)
         assert net.change(*PAIR, latency_s=0.03).latency_s == 0.03
         assert min(round_trips_s(address, 5)) >= 0.06
 

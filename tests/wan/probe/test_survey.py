@@ -76,7 +76,7 @@ def test_an_agent_answers_only_clients_with_the_token() -> None:
             connect(agent.address, "another token of size")
         with socket.create_connection(agent.address) as client:
             client.sendall(b"GET / HTTP/1.1\r\n".ljust(48))
-            client.settimeout(5)
+            client.settimeout(60)
             received = b""
             while data := client.recv(100):
                 received += data

@@ -177,7 +177,8 @@ def layer_of(name: str) -> str:
     return ".".join(name.split(".")[: 2 if name.startswith("layers.") else 1])
 
 
-def activation_width(config: DecoderConfig) -> int:
-    """Values a token that the backward of one layer needs: inputs of norms and of all products, and attention's."""
+def activation_width(config: DecoderConfig, tp: int) -> int:
+    """Values a token that the backward of one layer needs on one of `tp` ranks: inputs of norms, attention and MLP,
+    which every rank has whole, and its part of queries, keys, values, attention's output and the MLP's inner values."""
     queries, keys = config.num_heads * config.head_width, config.num_kv_heads * config.head_width
-    return 4 * config.width + 2 * queries + 2 * keys + (3 if config.gated else 2) * config.ffn_width
+    return 4 * config.width + (2 * queries + 2 * keys + (3 if config.gated else 2) * config.ffn_width) // tp

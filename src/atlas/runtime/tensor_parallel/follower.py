@@ -7,10 +7,8 @@ until its orders end. It sees no Program, no link and no clock.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import sys
 from typing import Any, NoReturn, TextIO
 
 import torch
@@ -18,7 +16,7 @@ import torch
 from atlas.runtime.assignment import Assignment
 from atlas.runtime.collectives import GroupStore, appear_alone
 from atlas.runtime.hardware import make_device
-from atlas.runtime.messages import MessageWriter, error_message
+from atlas.runtime.messages import MessageWriter
 from atlas.runtime.saving import resume
 from atlas.runtime.tensor_parallel.group import TensorGroup
 from atlas.runtime.tensor_parallel.sharding import ShardedStageSet
@@ -28,9 +26,8 @@ TENSOR = {"tensor": True}
 
 
 def follow(assignment: Assignment, rank: int, store: GroupStore, orders: TextIO, replies: TextIO) -> NoReturn:
-    """Make calls until the leader ends them, or is gone; then this process ends. Nothing is destroyed before: a process
-    group waits for its operations when it is, and gloo's threads may abort an interpreter that ends under them."""
-    code = 1
+    """Make calls until the leader ends them, or is gone; then this process ends, before anything is destroyed
+    (`MessageWriter.fail`)."""
     try:
         role = assignment.role
         if assignment.nccl_on_shared_gpu:
@@ -45,13 +42,9 @@ def follow(assignment: Assignment, rank: int, store: GroupStore, orders: TextIO,
             if order["call"] == "end":
                 break
             _call(stage_set, **order)
-        code = 0
+        os._exit(0)
     except Exception as error:
-        MessageWriter(replies).send(error_message(error))
-    finally:
-        with contextlib.suppress(OSError, ValueError):
-            sys.stderr.flush()
-        os._exit(code)
+        MessageWriter(replies).fail(error)
 
 
 def _call(stage_set: ShardedStageSet, call: str, stage: int | None, args: list[Any], kwargs: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ import os
 import stat
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -35,8 +36,8 @@ from atlas.runtime.tensor_parallel.sharding import ShardedStageSet
 from atlas.runtime.waits import Wait
 from atlas.runtime.wiring import WorkerRole
 
-EXIT_S = 2.0
-"""How long after a broken collective the exit of a process may be noticed."""
+EXIT_S = 10.0
+"""How long after a broken collective the exit of a process may be noticed. On a busy host that takes seconds."""
 TAIL_LINES, TAIL_BYTES = 50, 1 << 14
 """Of the log, in the error of a process that ended by itself."""
 
@@ -88,6 +89,7 @@ class Followers:
         try:
             yield
         except (RuntimeError, OSError) as error:
+            traceback.print_exc()  # into the log; the other process may have ended because of this error
             self._has_error.wait(EXIT_S)
             raise self._error or error from error
 

@@ -21,8 +21,10 @@ from atlas.lifetime import Closing, end_process, start_module
 from atlas.wan.emulator.lateness import P99_LIMIT_S, WORST_LIMIT_S, Lateness, summarize
 from atlas.wan.emulator.paths import Paths, PathSpec, nodes_of, path_between
 
+START_TIMEOUT_S = 600.0
+"""The first start on a machine compiles the forwarder: up to a minute of CPU time. A process that ends is noticed."""
 ANSWER_TIMEOUT_S = 60.0
-"""The first start on a machine compiles the forwarder, which takes most of this. Other answers take milliseconds."""
+"""Answers take milliseconds."""
 EXIT_TIMEOUT_S = 5.0
 
 
@@ -66,7 +68,7 @@ class EmulatedNet(Closing):
         self.paths = dict(paths)
         self.nodes = nodes_of(paths)
         self._socket, self._worker_socket = socket.socketpair()
-        self._socket.settimeout(ANSWER_TIMEOUT_S)
+        self._socket.settimeout(START_TIMEOUT_S)
         self._answers = self._socket.makefile("rb")
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -78,6 +80,7 @@ class EmulatedNet(Closing):
         self._worker_socket.close()
         listed = [(a, b, dataclasses.asdict(path)) for (a, b), path in paths.items()]
         self._priority = str(self._ask("paths", nodes=self.nodes, paths=listed, **options)["priority"])
+        self._socket.settimeout(ANSWER_TIMEOUT_S)
 
     def _ask(self, do: str, **arguments: Any) -> dict[str, Any]:
         with self._lock:

@@ -52,7 +52,7 @@ CONNECT_POLL_S, WARM_POLL_S = 0.05, 0.05
 ALL_DIALLED_S = 2.0
 """How long a warm-up waits for all connections that the peer dials."""
 CLOSE_S = 1.0
-"""How long streams may take to end by themselves when a channel is closed."""
+"""How long streams may at least take to end by themselves when a channel is closed."""
 WARM_ZEROS = memoryview(bytes(MAX_PIECE_BYTES))
 
 
@@ -173,7 +173,9 @@ class Channel:
             slot.dialled.put(None)
 
     def close(self, timeout_s: float) -> bool:
-        """Returns whether everything was delivered."""
+        """Returns whether everything was delivered. Streams that are connected have the rest of the time to tell the
+        peer that this side is closed: a stream that breaks instead keeps the peer waiting until its deadline."""
+        deadline = time.monotonic() + timeout_s
         delivered = self.outbox.drain(timeout_s) and self.outbox.failure is None
         if self.outbox.packets is not None:
             self.outbox.packets.close()
@@ -181,7 +183,7 @@ class Channel:
         self.outbox.close()
         for slot in self._slots:
             slot.dialled.put(None)
-        self._join(CLOSE_S)
+        self._join(max(CLOSE_S, deadline - time.monotonic()) if self.num_live else CLOSE_S)
         self.cut()
         self._join(self.settings.handshake_s + CLOSE_S)
         if not delivered:
