@@ -185,13 +185,15 @@ def relaxed(report: Report, case: Case, scene: Scene, trace: RequestTrace) -> No
     limit_s = theirs["ttft_p95_s"] + scene.longest_op_ns / 1e9
     aims = Aims(1.1 * theirs["ttft_p50_s"], case.late, LATE_TOKENS) if case.late else None
     patience_s = case.patience_s or limit_s
-    ours = played(scene, case, trace, LOAD, span=case.part, patience_s=patience_s, aims=aims).figures()
-    name = f"{case.name}, 60 %"
+    replay = played(scene, case, trace, LOAD, span=case.part, patience_s=patience_s, aims=aims)
+    ours, name = replay.figures(), f"{case.name}, 60 %"
     idle, period_s = idle_curve(scene), scene.pattern.period_ns / 1e9
     wait_p50_s, wait_p95_s = (period_s * float(np.percentile(queueing(idle), share)) for share in (50, 95))
     report.figure(f"{name}: dedicated p50", theirs["ttft_p50_s"], "s")
     report.figure(f"{name}: wait for idle accelerators, p50", wait_p50_s, "s")
-    report.figure(f"{name}: p50", ours["ttft_p50_s"], "s", at_most=1.1 * theirs["ttft_p50_s"] + 2.5 * wait_p50_s)
+    p50_bar_s = 1.1 * theirs["ttft_p50_s"] + 2.5 * wait_p50_s
+    report.figure(f"{name}: p50", ours["ttft_p50_s"], "s", at_most=p50_bar_s)
+    report.figure(f"{name}: admitted requests within the bar of p50", within(replay, p50_bar_s), "")
     report.figure(f"{name}: dedicated p95", theirs["ttft_p95_s"], "s")
     report.figure(f"{name}: wait for idle accelerators, p95", wait_p95_s, "s")
     report.figure(f"{name}: p95", ours["ttft_p95_s"], "s", at_most=limit_s + 1.5 * wait_p95_s)
@@ -206,6 +208,13 @@ def relaxed(report: Report, case: Case, scene: Scene, trace: RequestTrace) -> No
         soonest, latest = (timeline_curve(scene.result.single, at) for at in slack(scene.result.single))
         late = unavoidable(soonest, latest, limit_s, period_s)
         report.figure(f"{name}: work, were ops moved within their slack", late, "")
+
+
+def within(found: ReplayResult, limit_s: float) -> float:
+    """The share of admitted requests that are delivered within this time: with 0.5, the p50 meets it. With a goal most
+    others are much later, so p50 is far from a bar that is nearly met."""
+    counted = [one for one in found.placed.values() if found.from_ns <= one.request.arrival_ns < found.until_ns]
+    return sum(one.delivered_ns - one.request.arrival_ns <= 1e9 * limit_s for one in counted) / max(1, len(counted))
 
 
 Curve = NDArray[np.float64]

@@ -16,7 +16,9 @@ sys.path.insert(0, str(BENCH.parent / "tests" / "launch"))
 import faults  # noqa: E402
 import testbed  # noqa: E402
 import torch_pipelining  # noqa: E402
+import weather  # noqa: E402
 from common.report import MISSED, NOT_MEASURED, OK, Report  # noqa: E402
+from lab.lines import Lines  # noqa: E402
 
 LATE = "the emulator was 9.0 ms late"
 
@@ -97,6 +99,27 @@ def test_the_cost_of_nat_is_judged_only_if_the_bar_is_outside_its_interval(capsy
     report = Report("NAT", "no NAT")
     report_ratio(report, [Span(False, [], [], 3, 0.1)])
     assert "no block of 5 s" in report.rows[-1]["skipped"]
+
+
+def test_a_few_runs_beside_a_competing_flow_are_not_judged() -> None:
+    """The model is 33 % off and replay 40 %: both bars are missed if there are runs enough."""
+
+    def judged(num_paths: int, num_void: int = 0) -> Lines:
+        lines, ours = Lines(), {name: {"throughput": 1.4} for name in weather.REACTIVE_METHODS}
+        figures = {**ours, "true": {"throughput": 1.0}, "auto": {"throughput": 1.33}}
+        about = {"part": "reactive", "seconds": 8.0, "lead_s": weather.LEADS_S[0], "rivals": 1}
+        keys = [(path, control) for path in range(num_paths) for control in weather.TESTED]
+        rows = [{**about, "path": path, "control": control, "figures": figures} for path, control in keys]
+        for row in rows[:num_void]:
+            row["figures"] = None
+        weather.verdict(lines, rows)
+        return lines
+
+    few, voids, enough = judged(2), judged(6, num_void=1), judged(6)
+    assert [line["ok"] for line in few.rows] == [None] * 4
+    assert [line["ok"] for line in voids.rows[:2]] == [None, None]
+    assert [line["ok"] for line in enough.rows[:2]] == [False, False]
+    assert [line["name"] for line in few.rows] == [line["name"] for line in enough.rows], "claims find their lines"
 
 
 def test_a_block_with_a_late_emulator_or_few_steps_does_not_count() -> None:
