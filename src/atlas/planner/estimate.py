@@ -21,7 +21,7 @@ from functools import partial
 import numpy as np
 
 from atlas.cost.cluster_arrays import ClusterArrays, Flags, Floats, Ints, lan_bps, ring_s, stages_beside, wan_rate
-from atlas.cost.model_arrays import FORWARD, INPUT, RECOMPUTE, UPDATE, WEIGHT, ModelArrays, microbatch_s
+from atlas.cost.model_arrays import FORWARD, INPUT, RECOMPUTE, UPDATE, WEIGHT, ModelArrays
 from atlas.cost.price import sent_bytes
 from atlas.cost.runtimes import RUNTIMES
 from atlas.planner.floor import Floors
@@ -87,7 +87,7 @@ def estimate(space: Space, cluster: ClusterArrays, model: ModelArrays, batch: Ba
     forward_s, backward_s, held = seconds[FORWARD], seconds[INPUT] + seconds[WEIGHT], split.held[u]
     hops = _Hops(space, cluster, batch, dc)
     runtime = RUNTIMES[job.runtime]
-    work_s = microbatch_s(seconds)
+    work_s = model.microbatch_s(seconds)
     through_s = (forward_s + backward_s).sum(axis=1)[u] + hops.way_s.sum(axis=1) + hops.turn_s
     # From a stage's forward to its backward's end: everything behind it, and the way there and back.
     behind_s = np.cumsum(work_s[:, ::-1], axis=1)[:, ::-1][u]
