@@ -10,8 +10,7 @@
 
 Random jobs and the examples; one key of each is swept over five values. Of three sweeps in a row two are of
 `simulate`: latency and bandwidth of the WAN under every schedule that is meant to be monotone, and `atlas` compared
-with every schedule of one stage a worker that fits the same memory. The third is of `plan`: nodes, memory, latency
-or bandwidth, and the
+with every schedule that fits the same memory. The third is of `plan`: nodes, memory, latency or bandwidth, and the
 figure of the plan. Both call what the commands call. A sweep is a violation where a better value takes more than
 0.1 % longer than any worse one. Each sweep draws from its own generator, so a range gives the same sweeps in any
 process; its JSON line has the values and the seconds. No time is measured, so sweeps may run beside each other.
@@ -106,8 +105,6 @@ class Tally:
     """Cases in which `atlas` took longer than another schedule within the same memory."""
     most_lost: float = 1.0
     cases: int = 0
-    ahead: list[float] = field(default_factory=list)
-    """`atlas` / interleaved 1F1B, which cuts every stage in two, where that is faster within the same memory."""
 
     def add(self, better_first: Sequence[float]) -> float:
         found = violation(better_first)
@@ -164,7 +161,7 @@ def sweep_wide(rng: np.random.Generator, part: str) -> dict[str, Any]:
 
 def add_simulated(tallies: dict[str, Tally], line: dict[str, Any]) -> dict[str, Any]:
     """Count a sweep; its line with what was found instead of its rows."""
-    rows, violations, lost, interleaved = line.pop("rows"), {}, {}, {}
+    rows, violations, lost = line.pop("rows"), {}, {}
     seconds = {name: [row.get(name, row.get(f"({name})", 0.0)) for row in rows] for name in SCHEDULES}
     for name in SCHEDULES:
         if (found := tallies[name].add(seconds[name])) > TOLERANCE:
@@ -172,17 +169,13 @@ def add_simulated(tallies: dict[str, Tally], line: dict[str, Any]) -> dict[str, 
     atlas = tallies["atlas"]
     for value, row in zip(line["values"], rows, strict=True):
         atlas.cases += 1
-        best_s, best = min((s, name) for name, s in row.items() if not name.startswith("(") and name != "interleaved")
-        if row.get("interleaved", np.inf) < row["atlas"] * (1 - 1e-9):
-            interleaved[str(value)] = row["atlas"] / row["interleaved"]
-            atlas.ahead.append(row["atlas"] / row["interleaved"])
+        best_s, best = min((s, name) for name, s in row.items() if not name.startswith("("))
         ratio = row["atlas"] / best_s
         atlas.most_lost = max(atlas.most_lost, ratio)
         if ratio > 1 + 1e-9:
             atlas.lost += 1
             lost[str(value)] = (best, ratio)
-    counts = {"violations": violations, "atlas_slower": lost, "behind_interleaved": interleaved}
-    return {**line, "seconds": seconds, **counts}
+    return {**line, "seconds": seconds, "violations": violations, "atlas_slower": lost}
 
 
 def short(job: Job) -> str:
@@ -240,10 +233,6 @@ def written(report: Report, tallies: Tallies, parts: Sequence[str]) -> int:
         report.figure("simulate: cases in which atlas is slower than another schedule", atlas.lost, "cases", at_most=0)
         report.figure("simulate: atlas / fastest, worst", atlas.most_lost, "x")
         report.figure("simulate: cases", atlas.cases, "cases")
-        report.figure("simulate: cases in which interleaved is faster than atlas", len(atlas.ahead), "cases")
-        if atlas.ahead:
-            report.figure("simulate: atlas / interleaved in these cases, mean", float(np.mean(atlas.ahead)), "x")
-            report.figure("simulate: atlas / interleaved in these cases, most", max(atlas.ahead), "x")
     if "plan" in parts:
         for kind, tally in tallies.plan.items():
             report.figure(f"plan: sweeps over {kind}", tally.sweeps, "sweeps")

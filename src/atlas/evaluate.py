@@ -9,7 +9,8 @@ It makes no choices: datacenters and cells are the job's. Prints nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -57,10 +58,22 @@ class Case:
     turns: Costs | None
     """None where nothing can be shared: one connection, one pipeline, or one datacenter."""
     memory: Memory
+    interleaved: Case | None = None
+    """With several stages on each worker, where the schedule may choose that."""
+
+    @property
+    def shapes(self) -> list[Case]:
+        """What a Program of this case may be a Program of."""
+        return [self] if self.interleaved is None else [self, self.interleaved]
+
+    def of(self, program: Program) -> Case:
+        """The case with as many stages on each worker as a Program has."""
+        return next(case for case in self.shapes if case.layout.num_stages == program.num_stages)
 
     def costs_of(self, program: Program) -> Costs:
         """What a Program of this case is priced at: with turns on the WAN if it takes them."""
-        return self.turns if program.sharing and self.turns is not None else self.apart
+        case = self.of(program)
+        return case.turns if program.sharing and case.turns is not None else case.apart
 
 
 @dataclass(frozen=True)
@@ -161,9 +174,20 @@ def _peak_flops(case: Case) -> float:
 def prepare(job: Job, schedule: Schedule, tcp: Tcp = "many", iterations: int = 1, *, sharing: bool = True) -> Case:
     """The job as this schedule needs it: one stage on each worker, or several where it interleaves.
 
-    `sharing` is whether pipelines may take turns, where there is anything to take turns on.
+    `sharing` is whether pipelines may take turns, where there is anything to take turns on. A schedule that may choose
+    the number of stages keeps to the layers that the job states.
     """
-    job, first = restaged(job, max(2, job.interleave) if schedule.virtual_stages else 1)
+    several = max(2, job.interleave)
+    case = _prepared(job, several if schedule.virtual_stages else 1, tcp, iterations, sharing=sharing)
+    is_open = job.interleave > 1 or job.layers_per_stage is None
+    if schedule.may_interleave and is_open and job.pp > 1:
+        with suppress(AtlasError):  # not enough layers, or no link from the last worker to the first
+            case = replace(case, interleaved=_prepared(job, several, tcp, iterations, sharing=sharing))
+    return case
+
+
+def _prepared(job: Job, interleave: int, tcp: Tcp, iterations: int, *, sharing: bool) -> Case:
+    job, first = restaged(job, interleave)
     frame = layout(job, arrangement=first)
     _require_feasible_size(job, frame, iterations)
     turns = sharing and tcp == "many" and can_share(job, frame)
@@ -204,6 +228,7 @@ def evaluate(
     chosen = find_schedule(schedule)
     case = prepare(job, chosen, tcp, iterations, sharing=sharing)
     program = build(case, chosen, budget=budget, seed=seed, progress=progress)
+    case = case.of(program)
     costs = case.costs_of(program)
     bound = _bound(case, chosen, program)
     meta: dict[str, Any] = {"tcp": tcp, "job": job.name, "lower_bound_s": bound.ns / 1e9, "seed": seed}
@@ -216,7 +241,8 @@ def evaluate(
 
 
 def repriced(case: Case, schedule: Schedule, tcp: Tcp, program: Program) -> Result:
-    """A case under an order that is known already: nothing is searched. The order must have the case's shape."""
+    """A case under an order that is known already: nothing is searched. The order must have a shape of the case."""
+    case = case.of(program)
     single = simulate(program, case.costs_of(program), meta={"tcp": tcp, "job": case.job.name})
     return Result(schedule.name, tcp, case, single, single, _bound(case, schedule, program))
 
@@ -227,7 +253,9 @@ def build(
     """The schedule's Program for a case, closed by SYNC and STEP, and checked."""
     tries = default_budget(case) if budget is None else budget
     turns = case.turns if schedule.shares else None
-    setting = Setting(case.layout, case.apart, turns, case.memory, case.job.recompute, tries, seed)
+    again, other = case.job.recompute, case.interleaved
+    several = None if other is None else Setting(other.layout, other.apart, None, other.memory, again)
+    setting = Setting(case.layout, case.apart, turns, case.memory, again, tries, seed, several)
     report = None if progress is None else partial(progress, schedule.name)
     program = with_optimizer(schedule.build(setting, report))
     check(program)

@@ -52,6 +52,18 @@ def test_the_stage_with_the_lm_head_has_fewer_layers() -> None:
     assert arrange(load_job(EXAMPLES / "gpt-a.yaml")).layers_per_stage == (2, 2, 1)
 
 
+def test_the_default_split_counts_recompute_only_where_there_is_any() -> None:
+    """The head is not recomputed, so it weighs more in a job without recompute."""
+
+    def slowest_s(split: str = "") -> float:
+        changes = ["recompute=false", "pp=2", "model.layers=24", "model.vocab=128000", f"layers_per_stage={split}"]
+        times = arrange(load_job(TINY, changes)).stage_times
+        return max(time.forward_s + time.input_s + time.weight_s for time in times)
+
+    every = [slowest_s(f"[{first}, {24 - first}]") for first in range(1, 24)]
+    assert slowest_s() == pytest.approx(min(every))
+
+
 def test_the_default_placement_is_proportional_in_file_order() -> None:
     job = load_job(TINY, ["cluster.datacenters.west.nodes=12", "pp=8"])
     assert arrange(job).rank_dc == ("east",) * 2 + ("west",) * 6

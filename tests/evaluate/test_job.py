@@ -41,6 +41,30 @@ def test_an_interleaved_schedule_gets_the_pipelines_of_the_others(tiny: Job) -> 
     assert frames["interleaved"].num_stages == 2 * frames["1f1b"].num_stages
 
 
+@pytest.fixture
+def few_microbatches(tiny: Job) -> Job:
+    """On a fast WAN: most of the time a pipeline fills and drains, which is faster with smaller stages."""
+    fast = ["cluster.wan.latency_ms=0.1", "cluster.wan.pair_gbps=400", "num_microbatches=4", "recompute=false"]
+    nets = [f"cluster.datacenters.{name}.net_gbps=400" for name in ("east", "west")]
+    return override(tiny, [*fast, *nets, "model.layers=24", "pipelines_per_cell=1"])
+
+
+def test_atlas_puts_several_stages_on_a_worker_where_that_is_faster(few_microbatches: Job) -> None:
+    ours, other = (evaluate(few_microbatches, name, budget=24) for name in ("atlas", "interleaved"))
+    assert ours.single.makespan_ns == other.single.makespan_ns
+    assert ours.case.layout.num_stages == ours.single.program.num_stages == 8
+    assert ours.row()["fits"]
+    slow = evaluate(override(few_microbatches, ["cluster.wan.pair_gbps=1"]), "atlas", budget=24)
+    assert slow.case.layout.num_stages == 4
+
+
+def test_atlas_keeps_to_the_memory_and_to_the_layers_that_a_job_states(few_microbatches: Job) -> None:
+    for change in ("layers_per_stage=[6,6,6,6]", "memory_gib=9.3"):
+        result = evaluate(override(few_microbatches, [change]), "atlas", budget=24)
+        assert result.single.program.num_stages == 4, change
+        assert result.row()["fits"]
+
+
 def test_short_turns_change_the_text_and_nothing_else(tiny: Job) -> None:
     case, schedule = prepare(tiny, SCHEDULES["atlas"]), SCHEDULES["atlas"]
     program = build(case, schedule, budget=60, seed=1)

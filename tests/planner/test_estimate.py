@@ -60,6 +60,19 @@ def test_no_searched_order_beats_its_floor() -> None:
     assert float(np.median(gaps)) < 1.1
 
 
+@pytest.mark.parametrize("runtime", ["megatron", "torch"])
+def test_a_floor_knows_stages_that_share_a_node_of_several(runtime: str) -> None:
+    """They hand activations on over NVLink, four times as fast as this network."""
+    dc = {"name": "east", "nodes": 2, "gpus_per_node": 4, "gpu": "A100-40", "net_gbps": 5.0}
+    search = start(job_of(cluster={"datacenters": [dc]}, runtime=runtime, tp=1), Objective())
+    search.tries = 24
+    entries, _, _ = single_groups(search.space, search.cluster, search.objective)
+    inside = [e for e in entries if all(g.pp > 1 and sum(e.candidate.gpus.values()) <= 4 for g in e.candidate.groups)]
+    gaps = [search.score(judged) / e.floor for e in inside if (judged := search.simulate(e.candidate)) is not None]
+    assert len(gaps) > 3
+    assert min(gaps) > 1 - 1e-6
+
+
 @given(st.integers(1, 400), st.integers(1, 60))
 def test_useful_replicas_lose_no_number_of_microbatches(slots: int, most: int) -> None:
     useful = useful_replicas(slots, most)

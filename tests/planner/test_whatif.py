@@ -45,6 +45,19 @@ def test_a_point_of_a_sweep_is_what_simulate_gives() -> None:
         assert point.iteration_s == pytest.approx(evaluate(changed_job, "atlas").row()["iteration_s"], rel=1e-12)
 
 
+def test_a_point_with_several_stages_per_worker_is_what_simulate_gives() -> None:
+    dcs = [
+        {"name": "a", "nodes": 2, "gpus_per_node": 4, "gpu": "L40S", "net_gbps": 400.0},
+        {"name": "b", "nodes": 8, "gpus_per_node": 4, "gpu": "L40S"},
+    ]
+    cluster = {"wan": {"latency_ms": 0.5, "pair_gbps": 100.0}, "datacenters": dcs}
+    model = {"layers": 32, "hidden": 2560, "heads": 32, "vocab": 32_000, "seq_len": 2048}
+    job = job_of(cluster=cluster, model=model, num_microbatches=6, recompute=False, tp=2)
+    result = evaluate(job, "atlas")
+    assert result.single.program.num_stages == 8
+    assert Asked(job).judged(job).figures.iteration_s == pytest.approx(result.row()["iteration_s"], rel=1e-12)
+
+
 def test_a_plan_asked_for_its_own_value_has_its_predicted_figure() -> None:
     plan = plan_of(make_plan(job_of(), tries=30))
     assert Asked(plan.job, plan).judged(plan.job).figures.iteration_s == pytest.approx(plan.predicted.iteration_s)

@@ -54,6 +54,23 @@ def test_the_searched_answer_is_that_of_its_command(file: str, capsys: pytest.Ca
         assert answer["kind"] == "searched"
 
 
+def test_an_order_of_several_stages_per_worker_is_known_and_compared(tmp_path: Path) -> None:
+    """On a fast WAN with few microbatches `atlas` interleaves; the next answers know that order and the others."""
+    fast = ["cluster.wan.latency_ms=0.1", "cluster.wan.pair_gbps=400", "num_microbatches=4", "recompute=false"]
+    nets = [f"cluster.datacenters.{name}.net_gbps=400" for name in ("east", "west")]
+    job = load_job(TINY, [*fast, *nets, "model.layers=24", "pipelines_per_cell=1"])
+    model = RunModel(job, "atlas")
+    assert model.program.num_stages == model.case.layout.num_stages == 8
+    again = RunModel(job, "atlas", program=model.program)
+    assert again.program is model.program
+    desk = WhatIfDesk(again, str(tmp_path / "job.yaml"))
+    assert desk.quick({})["row"]["iteration_s"] == model.row["iteration_s"]
+    slow = {"bandwidth": 0.01}
+    searched = desk.search(slow)["row"]["iteration_s"]
+    assert desk.quick(slow)["row"]["iteration_s"] == searched
+    assert desk.quick({})["row"]["iteration_s"] == model.row["iteration_s"]
+
+
 def test_other_links_are_answered_from_the_same_order_at_once() -> None:
     desk = desk_of()
     first = desk.quick({})

@@ -20,7 +20,7 @@ import numpy as np
 
 from atlas.cost.cluster_arrays import ClusterArrays, Floats, Ints, cluster_arrays, ring_s, tp_groups
 from atlas.cost.compute import PieceTime
-from atlas.cost.model_arrays import UPDATE, ModelArrays, microbatch_s, model_arrays, sums_from_zero
+from atlas.cost.model_arrays import UPDATE, ModelArrays, model_arrays, sums_from_zero
 from atlas.cost.runtimes import RUNTIMES
 from atlas.errors import InfeasibleError, SpecError
 from atlas.spec.job import DataCenter, Job, Route
@@ -202,7 +202,7 @@ def _balanced(job: Job, num_pipelines: int, cluster: ClusterArrays, model: Model
         (model.first_s, model.first_params),
         (model.last_s, model.last_params),
     )
-    layers_s, first_s, last_s = (microbatch_s(seconds)[dc] for seconds, _ in pieces)
+    layers_s, first_s, last_s = (model.microbatch_s(seconds)[dc] for seconds, _ in pieces)
     if len({cluster.gpu_types[i] for i in dc}) > 1:
         ranks, replicas = dc[: job.pp], num_pipelines * job.cells
         closing = []

@@ -160,14 +160,12 @@ def worker_bps(cluster: ClusterArrays, tp: int) -> Floats:
     return np.asarray(share_of_node(tp, cluster.gpus_per_node, cluster.net_bps), np.float64)
 
 
-def lan_bps(cluster: ClusterArrays, tp: int, workers: Any = None) -> Floats:
-    """[i]: what one worker sends to the next stage in its datacenter. `workers` [i]: how many the plan has there; None:
-    they may take all nodes."""
-    net_bps = worker_bps(cluster, tp)
+def lan_bps(cluster: ClusterArrays, tp: int, dc: Any, workers: Any) -> Any:
+    """What one of `workers` workers in datacenter `dc` sends to the next stage there."""
+    net_bps = worker_bps(cluster, tp)[dc]
     if not RUNTIMES[cluster.runtime].uses_peer_links:
         return net_bps
-    in_one_node = cluster.nodes == 1 if workers is None else workers * tp <= cluster.gpus_per_node
-    return np.where(in_one_node, tp * cluster.peer_bps, net_bps)
+    return np.where(workers * tp <= cluster.gpus_per_node[dc], tp * cluster.peer_bps[dc], net_bps)
 
 
 def path_bps(cluster: ClusterArrays, src: Any, dst: Any, tcp: str, crowd: Any = 1) -> Any:
@@ -263,13 +261,18 @@ def ring_bps(
     return np.minimum(np.where(is_inside, np.inf, outside_bps), tp * peer_bps), is_inside
 
 
-def ring_s(cluster: ClusterArrays, tp: int, dc: Any, replicas: Any, gradient_bytes: Any) -> Any:
-    """[n, s]: ring all-reduce of every stage's gradients over its replicas, for pipelines with workers in the
-    datacenters `dc` [n, s]."""
-    packed = RUNTIMES[cluster.runtime].packs_replicas
+def stages_beside(dc: Ints) -> Ints:
+    """[n, s]: how many stages of a pipeline are in the datacenter of each, itself counted; `dc` [n, s]."""
     stages = np.zeros_like(dc)
     for here in (dc == i for i in np.unique(dc)):
         stages += here * here.sum(axis=-1, keepdims=True)
+    return stages
+
+
+def ring_s(cluster: ClusterArrays, tp: int, dc: Any, replicas: Any, gradient_bytes: Any) -> Any:
+    """[n, s]: ring all-reduce of every stage's gradients over its replicas, for pipelines with workers in the
+    datacenters `dc` [n, s]."""
+    packed, stages = RUNTIMES[cluster.runtime].packs_replicas, stages_beside(dc)
     per_node, net_bps, peer_bps = cluster.gpus_per_node[dc], cluster.net_bps[dc], cluster.peer_bps[dc]
     rate_bps, is_inside = ring_bps(replicas, stages, tp, per_node, net_bps, peer_bps, packed=packed)
     latency_s = np.where(is_inside, 0.0, 2 * (replicas - 1) * cluster.net_latency_s[dc])

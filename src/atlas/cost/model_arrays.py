@@ -114,6 +114,11 @@ class ModelArrays:
         found[:, :, -1] += self.last_s[:, dc[:, -1]]
         return found
 
+    def microbatch_s(self, seconds: Floats) -> Floats:
+        """Of [5, ...]: what one microbatch takes in all; without recompute where the job has none."""
+        again_s = seconds[RECOMPUTE] if self.job.recompute else 0.0
+        return np.asarray(seconds[FORWARD] + again_s + (seconds[INPUT] + seconds[WEIGHT]))
+
     def stage_params(self, dc: Ints, start: Ints, end: Ints, *, one_worker: bool) -> Floats:
         """[n, s]: parameters of stages that hold the layers `start` to `end` - 1, over their whole tp groups."""
         model = self.job.model
@@ -128,11 +133,6 @@ class ModelArrays:
 def sums_from_zero(values: Floats) -> Floats:
     """Of the first 0, 1, ... entries of the last axis."""
     return np.concatenate([np.zeros((*values.shape[:-1], 1)), values.cumsum(axis=-1)], axis=-1)
-
-
-def microbatch_s(seconds: Floats) -> Floats:
-    """Of [5, ...]: what one microbatch takes in all, forward, recompute and backward."""
-    return np.asarray(seconds[FORWARD] + seconds[RECOMPUTE] + (seconds[INPUT] + seconds[WEIGHT]))
 
 
 def model_arrays(job: Job, cluster: ClusterArrays, required: Collection[str] = ()) -> ModelArrays:

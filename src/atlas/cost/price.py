@@ -252,7 +252,7 @@ def sent_bytes(job: Job) -> int:
 def _add_lan(job: Job, arrangement: Arrangement, links: Links, hop: Hop) -> None:
     same_worker = hop.src_rank == hop.dst_rank
     workers = arrangement.rank_dc.count(hop.src.name) * arrangement.num_pipelines * job.cells
-    rate_bps = float(lan_bps(arrangement.cluster, job.tp, workers)[arrangement.cluster.index[hop.src.name]])
+    rate_bps = float(lan_bps(arrangement.cluster, job.tp, arrangement.cluster.index[hop.src.name], workers))
     seconds = 0.0 if same_worker else sent_bytes(job) * 8 / rate_bps
     for c in range(links.channel.shape[1]):
         at = (hop.direction, c, hop.boundary)

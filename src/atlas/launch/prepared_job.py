@@ -180,6 +180,7 @@ def build_program(job: Job, options: TrainOptions) -> BuiltProgram:
     if options.clip is not None:
         program = with_norm(program)
     require_runnable(program)
+    case = case.of(program)
     costs = case.costs_of(program)
     if costs.circuits is not None and options.zero:
         costs = replace(costs, circuits=replace(costs.circuits, until_step=True))

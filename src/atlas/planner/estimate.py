@@ -20,8 +20,8 @@ from functools import partial
 
 import numpy as np
 
-from atlas.cost.cluster_arrays import ClusterArrays, Flags, Floats, Ints, lan_bps, ring_s, wan_rate
-from atlas.cost.model_arrays import FORWARD, INPUT, RECOMPUTE, UPDATE, WEIGHT, ModelArrays, microbatch_s
+from atlas.cost.cluster_arrays import ClusterArrays, Flags, Floats, Ints, lan_bps, ring_s, stages_beside, wan_rate
+from atlas.cost.model_arrays import FORWARD, INPUT, RECOMPUTE, UPDATE, WEIGHT, ModelArrays
 from atlas.cost.price import sent_bytes
 from atlas.cost.runtimes import RUNTIMES
 from atlas.planner.floor import Floors
@@ -87,7 +87,7 @@ def estimate(space: Space, cluster: ClusterArrays, model: ModelArrays, batch: Ba
     forward_s, backward_s, held = seconds[FORWARD], seconds[INPUT] + seconds[WEIGHT], split.held[u]
     hops = _Hops(space, cluster, batch, dc)
     runtime = RUNTIMES[job.runtime]
-    work_s = microbatch_s(seconds)
+    work_s = model.microbatch_s(seconds)
     through_s = (forward_s + backward_s).sum(axis=1)[u] + hops.way_s.sum(axis=1) + hops.turn_s
     # From a stage's forward to its backward's end: everything behind it, and the way there and back.
     behind_s = np.cumsum(work_s[:, ::-1], axis=1)[:, ::-1][u]
@@ -165,22 +165,21 @@ class _Hops:
 
     def __init__(self, space: Space, cluster: ClusterArrays, batch: Batch, dc: Ints) -> None:
         one = space.job.model_copy(update={"tp": batch.tp, "microbatch": batch.microbatch})
-        bits, shape = 8 * sent_bytes(one), batch.shape
-        lan_s = bits / lan_bps(cluster, batch.tp) + cluster.net_latency_s
-        self.way_s: Floats = (lan_s[dc[:, :-1]] + lan_s[dc[:, 1:]])[shape]
+        bits, shape, stages = 8 * sent_bytes(one), batch.shape, stages_beside(dc)[batch.shape]
+        dcs, workers = dc[shape], stages * batch.replicas[:, None]
+        lan_s = bits / lan_bps(cluster, batch.tp, dcs, workers) + cluster.net_latency_s[dcs]
+        self.way_s: Floats = lan_s[:, :-1] + lan_s[:, 1:]
         self.back_s: Floats = self.way_s / 2
         self.load_s: Floats = self.way_s / 2
         self.turn_s: Floats = np.zeros(len(shape))
         self.least_s: Floats = self.back_s.copy()
         self.wan_s: Floats = np.zeros_like(self.back_s)
         self.usd_per_byte: Floats = np.zeros(len(shape))
-        at = np.nonzero((dc[:, :-1] != dc[:, 1:])[shape])
+        at = np.nonzero(dcs[:, :-1] != dcs[:, 1:])
         v, boundary = at
-        a, b = dc[shape[v], boundary], dc[shape[v], boundary + 1]
+        (a, b), held = ((x[v, boundary], x[v, boundary + 1]) for x in (dcs, stages))
         replicas, cell = batch.replicas[v], np.where(space.tcp == "many", batch.cell[v], 1)
-        source, target = ((dc[shape[v]] == end[:, None]).sum(axis=1) for end in (a, b))
-        stages = source, target
-        wan = partial(wan_rate, cluster, batch.tp, a, b, bits, replicas=replicas, stages=stages, tcp=space.tcp)
+        wan = partial(wan_rate, cluster, batch.tp, a, b, bits, replicas=replicas, stages=held, tcp=space.tcp)
         rate = wan(cells=replicas // cell, turns=cell)
         work_s = bits / rate.rate_bps
         one_way_s = work_s + rate.before_s + rate.after_s + cluster.latency_s[a, b]

@@ -13,7 +13,6 @@ from itertools import combinations, groupby, pairwise, permutations, product
 import numpy as np
 
 from atlas.cost.cluster_arrays import ClusterArrays
-from atlas.cost.model_arrays import microbatch_s
 from atlas.errors import SpecError
 from atlas.planner.candidate import Candidate
 from atlas.planner.estimate import Batch, estimate
@@ -124,7 +123,7 @@ def _floor(cluster: ClusterArrays, frame: Frame, candidate: Candidate) -> Floor:
     floor_s = 0.0
     for group in candidate.groups:
         dc = np.array([[cluster.index[name] for name in group.stage_dc]])
-        work_s = microbatch_s(busy_seconds(frame.model, dc, np.array([group.layers_per_stage])))
+        work_s = frame.model.microbatch_s(busy_seconds(frame.model, dc, np.array([group.layers_per_stage])))
         floor_s = max(floor_s, group.num_microbatches * float(work_s.max()))
     rent = rent_usd_per_s(cluster, candidate)
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from atlas.cost.cluster_arrays import ClusterArrays, Flags, Floats, Ints
 from atlas.cost.memory import WorkerMemory, batch_memory, in_flight
-from atlas.cost.model_arrays import RECOMPUTE, ModelArrays, microbatch_s
+from atlas.cost.model_arrays import RECOMPUTE, ModelArrays
 
 MOST_TIMES = 1_000_000
 """Times that are sorted at once: 8 MB."""
@@ -66,18 +66,12 @@ def busy_seconds(model: ModelArrays, dc: Ints, layers: Ints) -> Floats:
     return seconds
 
 
-def work_s(model: ModelArrays, seconds: Floats) -> Floats:
-    """Of [5, ...]: what one microbatch takes in all; without recompute where the job has none."""
-    found = microbatch_s(seconds)
-    return found if model.job.recompute else found - seconds[RECOMPUTE]
-
-
 def _split(cluster: ClusterArrays, model: ModelArrays, dc: Ints, shards: Ints | int) -> tuple[Ints, Flags]:
     num_layers = model.job.model.layers
-    layer_s = work_s(model, model.layers_s.mean(axis=2))[dc]
+    layer_s = model.microbatch_s(model.layers_s.mean(axis=2))[dc]
     extra_s = np.zeros(dc.shape)
-    extra_s[:, 0] += work_s(model, model.first_s)[dc[:, 0]]
-    extra_s[:, -1] += work_s(model, model.last_s)[dc[:, -1]]
+    extra_s[:, 0] += model.microbatch_s(model.first_s)[dc[:, 0]]
+    extra_s[:, -1] += model.microbatch_s(model.last_s)[dc[:, -1]]
     most = max_layers(cluster, model, dc, shards)
     fits = (most.min(axis=1) >= 1) & (most.sum(axis=1) >= num_layers)
     layers = _held(_least_limit_s(layer_s, extra_s, most, num_layers) * (1 + 1e-9), layer_s, extra_s, most)

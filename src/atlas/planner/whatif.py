@@ -81,10 +81,9 @@ class Asked:
         simulated in full uses `1f1b-eager`, and its simulation is None."""
         plain = self.plain(job, exact=True)
         how = PlanSchedule(name="atlas", tcp="many") if self.plan is None else self.plan.schedule
-        one_stage = restaged(job, 1)[0] if self.plan is None else job
         try:
             whole = simulate_whole(
-                one_stage, cluster_arrays(one_stage), plain.candidate, how.name,
+                job, cluster_arrays(job), plain.candidate, how.name, as_stated=self.plan is None,
                 sharing=how.sharing or self.plan is None, budget=how.tries or None, seed=how.seed,
             )  # fmt: skip
         except InfeasibleError:

@@ -49,12 +49,15 @@ def simulate_whole(
     budget: int | None = None,
     seed: int = 0,
     progress: Progress | None = None,
+    as_stated: bool = False,
 ) -> Whole:
-    """The candidate under a schedule; InfeasibleError where it is too long to be simulated in full."""
+    """The candidate under a schedule; InfeasibleError where it is too long to be simulated in full. `as_stated`: it is
+    the job itself, and the schedule may choose the stages of a worker where the job leaves them open."""
+    stated = {key: getattr(job, key) for key in ("interleave", "layers_per_stage")} if as_stated else {}
     results: list[Result] = []
     known: dict[tuple[Any, ...], Result] = {}
     for k in range(len(candidate.groups)):
-        one = candidate.job(job, k)
+        one = candidate.job(job, k).model_copy(update=stated)
         key = _priced(prepare(one, find_schedule(schedule), candidate.tcp, sharing=sharing))
         if key not in known:  # equal groups are simulated once
             known[key] = evaluate(
@@ -91,7 +94,8 @@ def _together(cluster: ClusterArrays, candidate: Candidate, results: tuple[Resul
 
 def _simulated(result: Result) -> SimulatedGroup:
     timeline, case = result.single, result.case
-    closing_s = case.apart.compute_ns[0][:, [Kind.SYNC, Kind.STEP]].T / 1e9
+    ranks = slice(case.layout.num_ranks)
+    closing_s = case.apart.compute_ns[0, ranks, [Kind.SYNC, Kind.STEP]] / 1e9
     done = done_s(timeline)
     if result.costs.circuits is not None:  # the all-reduce may have waited for its circuits
         closing_s[0] += np.maximum(0.0, _sync_start_s(timeline) - done)

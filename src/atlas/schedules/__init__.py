@@ -25,9 +25,11 @@ class Schedule:
     summary: str
     build: Builder
     virtual_stages: bool = False
-    """Whether a worker may hold several stages; all others need exactly one."""
+    """Whether every worker holds several stages."""
     shares: bool = False
     """Whether its pipelines may take turns on the WAN (which needs many connections)."""
+    may_interleave: bool = False
+    """Whether a worker may hold one stage or several, whichever is faster."""
 
 
 def _dispatched(name: str) -> Builder:
@@ -81,6 +83,7 @@ SCHEDULES: dict[str, Schedule] = {
             "pipelines take turns on the WAN of their cell, backward split where that is faster; the order is searched",
             _dispatched("atlas"),
             shares=True,
+            may_interleave=True,
         ),
     )
 }

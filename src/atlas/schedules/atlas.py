@@ -1,6 +1,7 @@
 """Atlas: the pipelines of a DP-cell take turns on the WAN, the backward is split where that helps, and the order is
-searched at reference settings (`search`, `grid`). It is never slower than another schedule with one stage per worker
-within the same memory: those are tried too, with and without turns, and the fastest of all is returned.
+searched at reference settings (`search`, `grid`). It is never slower than another schedule within the same memory:
+those are tried too, with and without turns, and the fastest of all is returned. One of them is interleaved 1F1B: with
+few microbatches on a fast WAN no order of one stage per worker fills and drains a pipeline as fast.
 """
 
 from __future__ import annotations
@@ -8,8 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from atlas.errors import ProgramError
 from atlas.ir.program import Program
-from atlas.schedules.classic import gpipe, one_f_one_b
+from atlas.schedules.classic import gpipe, interleaved, one_f_one_b
 from atlas.schedules.eager import fastest_warm_up
 from atlas.schedules.grid import SLACK, prices, tighter_limits
 from atlas.schedules.order import Order
@@ -70,15 +72,19 @@ def _num_events(setting: Setting) -> int:
 def _without_search(setting: Setting) -> tuple[int, Program]:
     """The fastest of what would be run without Atlas, within the same memory, as it is and taking turns. Remembered:
     plans search the same setting with few tries first, then with all."""
-    both = [setting.apart, *([] if setting.turns is None else [setting.turns])]
-    links = tuple((costs.links, costs.channel_link.tobytes(), costs.circuits) for costs in both)
-    key = (setting.layout, setting.memory, setting.recompute, prices(setting), links)
+    key = (_key(setting), setting.interleaved and _key(setting.interleaved))
     found = _plain.get(key) or _fastest_plain(setting)
     if _num_events(setting) < MANY_EVENTS and key not in _plain:
         if len(_plain) >= REMEMBERED:
             _plain.pop(next(iter(_plain)))
         _plain[key] = found
     return found
+
+
+def _key(setting: Setting) -> tuple[Any, ...]:
+    both = [setting.apart, *([] if setting.turns is None else [setting.turns])]
+    links = tuple((costs.links, costs.channel_link.tobytes(), costs.circuits) for costs in both)
+    return (setting.layout, setting.memory, setting.recompute, prices(setting), links)
 
 
 def _fastest_plain(setting: Setting) -> tuple[int, Program]:
@@ -95,4 +101,19 @@ def _fastest_plain(setting: Setting) -> tuple[int, Program]:
     found = [(setting.simulated_ns(program, compiled=True), program) for program in programs]
     fastest_ns, fastest = min(found, key=lambda one: one[0])
     fastest_ns, fastest = fastest_warm_up(setting, fastest_ns - 1, compiled=True) or (fastest_ns, fastest)
-    return fastest_ns, replace(fastest, name="atlas", memory=setting.memory)
+    fastest = replace(fastest, memory=setting.memory)
+    if setting.interleaved is not None:
+        fastest_ns, fastest = _interleaved(setting.interleaved, fastest_ns) or (fastest_ns, fastest)
+    return fastest_ns, replace(fastest, name="atlas")
+
+
+def _interleaved(setting: Setting, below_ns: int) -> tuple[int, Program] | None:
+    """Interleaved 1F1B, if it is faster than `below_ns` and keeps to the memory."""
+    try:
+        program = interleaved(setting.layout, recompute=setting.recompute)
+    except ProgramError:  # the microbatches are not a multiple of its rounds
+        return None
+    if program.peak_held(setting.memory) > setting.memory.cap:
+        return None
+    ns = setting.simulated_ns(program, compiled=True)
+    return (ns, replace(program, memory=setting.memory)) if ns < below_ns else None

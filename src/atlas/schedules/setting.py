@@ -30,6 +30,8 @@ class Setting:
     budget: int = 200
     """How many orders a search may try. The same budget and seed give the same schedule on any machine."""
     seed: int = 0
+    interleaved: Setting | None = None
+    """The same with several stages on each worker; None where that is not wanted or not possible."""
 
     def costs_of(self, program: Program) -> Costs:
         """The costs of a Program of this setting, with or without turns as the Program has them."""
@@ -37,7 +39,8 @@ class Setting:
 
     def closed_ns(self, ends_ns: Ints, sharing: bool) -> int:
         """The iteration with the all-reduce and the optimizer of each stage, once the last op of [w] is over."""
-        closing = self.costs_of_sharing(sharing).compute_ns[:, :, [Kind.SYNC, Kind.STEP]].sum(axis=2)
+        ranks = slice(self.layout.num_ranks)
+        closing = self.costs_of_sharing(sharing).compute_ns[:, ranks, [Kind.SYNC, Kind.STEP]].sum(axis=2)
         return int((ends_ns.reshape(closing.shape).max(axis=0) + closing.max(axis=0)).max())
 
     def simulated_ns(self, program: Program, *, compiled: bool = False) -> int:

@@ -48,7 +48,7 @@ class RunModel:
         self.case = prepare(job, self.chosen, tcp)
         if program is None or not self._can_price(program):
             program = build(self.case, self.chosen, budget=0)
-        self.program = program
+        self.case, self.program = self.case.of(program), program
         self.result: Result = repriced(self.case, self.chosen, tcp, self.program)
         self.cluster = cluster_arrays(self.case.job)
         self.judged: Judged = judged_result(self.result, self.cluster)
@@ -56,12 +56,12 @@ class RunModel:
 
     def searched(self, progress: Progress | None = None) -> RunModel:
         """With the order, and so the figures, of `atlas simulate`."""
-        program = build(self.case, self.chosen, progress=progress)
+        program = build(prepare(self._job, self.chosen, self.result.tcp), self.chosen, progress=progress)
         return RunModel(self._job, self.chosen.name, self.result.tcp, slower=self.slower, program=program)
 
     def _can_price(self, program: Program) -> bool:
         """Whether a Program is one iteration of the job and nothing else."""
-        is_shape = program.num_iterations == 1 and shape_of(program) == shape_of(self.case)
+        is_shape = program.num_iterations == 1 and shape_of(program) in map(shape_of, self.case.shapes)
         return is_shape and not bool((program.kind == Kind.P).any())
 
     @property

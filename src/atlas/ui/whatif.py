@@ -105,12 +105,13 @@ class WhatIfDesk:
         job = self.changed_job(values)
         chosen = find_schedule(values.schedule)
         case = prepare(job, chosen, self.tcp)
-        program = self._orders.get((values.schedule, *shape_of(case)))
-        label, kind = FROZEN, "frozen"
-        if program is None:
+        known = [self._orders.get((values.schedule, *shape_of(one))) for one in case.shapes]
+        if not any(known):
             program, label = self._plain(case, values.schedule)
-            kind = "unsearched"
-        return self._answer(repriced(case, chosen, self.tcp, program), values, label, kind)
+            return self._answer(repriced(case, chosen, self.tcp, program), values, label, "unsearched")
+        results = [repriced(case, chosen, self.tcp, program) for program in known if program]
+        best = min(results, key=lambda result: result.single.makespan_ns)
+        return self._answer(best, values, FROZEN, "frozen")
 
     def search(self, data: Mapping[str, Any]) -> dict[str, Any]:
         """The figures of `atlas simulate`; takes seconds. `superseded` where another question came meanwhile."""
