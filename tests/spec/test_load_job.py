@@ -132,7 +132,7 @@ def test_later_sets_win() -> None:
         ("cluster.wan.latncy_ms=3", "Did you mean 'latency_ms'?"),
         ("cluster.datacenters.est.nodes=3", "east, west"),
         ("cluster.datacenters[7].nodes=3", "no such item; cluster.datacenters has 2"),
-        ("name.first=3", "has no parts"),
+        ("name.first=3", "has no keys below it"),
         ("pp=four", "must be a whole number"),
         ("pp=true", "must be a whole number"),
         ("pp=2.0", "must be a whole number"),

@@ -33,7 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add(
         "--recompute",
         action=argparse.BooleanOptionalAction,
-        help="whether the run recomputed activations (default: no; traces of Atlas tell)",
+        help="whether the run recomputed activations (default: no; traces by Atlas record it)",
     )
     add("--salvage", action="store_true", help="read truncated traces up to the damage")
 

@@ -155,5 +155,5 @@ def picture_flags(parser: argparse.ArgumentParser) -> None:
         "--trace",
         type=Path,
         metavar="FILE",
-        help="write a trace for ui.perfetto.dev, one per schedule (.gz: compressed)",
+        help="write a trace for ui.perfetto.dev, one per timeline (.gz: compressed)",
     )

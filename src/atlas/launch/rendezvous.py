@@ -208,7 +208,7 @@ class Rendezvous:
         connected = [agent for agent in others.values() if agent.channel.is_connected]
         if connected:
             return (
-                f"it was started as one of {name.num_parts} launchers in {name.datacenter}, but a connected one as one "
+                f"it was started as one of {name.num_parts} launchers in {name.datacenter}, but another host as one "
                 f"of {connected[0].name.num_parts}: give --node I/N with the same N on every host"
             )
         for place in others:

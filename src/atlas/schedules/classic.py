@@ -59,7 +59,7 @@ def interleaved(layout: Layout, *, recompute: bool = False) -> Program:
     if chunks < 2:
         raise ProgramError(
             f"interleaved 1F1B needs two or more stages per worker, and got {layout.num_stages} stages for {ranks}: "
-            "raise the number of virtual stages, or use '1f1b'"
+            "set interleave: 2 in the job, or use '1f1b'"
         )
     rounds = max(1, num_mb // ranks)
     if num_mb % rounds:
@@ -105,5 +105,5 @@ def _require_one_stage_per_worker(name: str, layout: Layout) -> None:
     if layout.num_stages != layout.num_ranks:
         raise ProgramError(
             f"{name} puts one stage on each worker, but {layout.num_stages} stages are dealt to "
-            f"{layout.num_ranks} workers: use the schedule 'interleaved', or one virtual stage per worker"
+            f"{layout.num_ranks} workers: use the schedule 'interleaved', or set interleave: 1"
         )

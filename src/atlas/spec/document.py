@@ -259,8 +259,8 @@ def _keys(data: Any, steps: list[str], where: str) -> Keys:
         elif isinstance(data, dict) or data is None:
             keys, data = (*keys, step), (data or {}).get(step)
         else:
-            rule = f"{dotted(keys)} is {shown(data)!r}, which has no parts"
-            raise SpecError(where=where, key=".".join(steps), rule=rule, remedy="Shorten the path")
+            rule = f"{dotted(keys)} is {shown(data)!r}, which has no keys below it"
+            raise SpecError(where=where, key=".".join(steps), rule=rule, remedy=f"Set {dotted(keys)} itself")
     return keys
 
 
