@@ -141,7 +141,7 @@ def _run(
     )  # fmt: skip
     if (state[:, SLOT_B] != num_mb).any() or (rule.split and (state[:, SLOT_W] != num_mb).any()):
         raise ProgramError(
-            f"no schedule fits: a worker may hold {held[0]}, but one microbatch in progress takes "
+            f"no schedule fits: a worker has {held[0]} units of memory, but one microbatch in progress takes "
             f"{held[1] + held[2]}; raise the memory cap or shrink the microbatch"
         )
     kinds, microbatches = np.where(order == NONE, NONE, order & 3), np.where(order == NONE, 0, order >> 2)

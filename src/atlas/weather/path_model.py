@@ -113,7 +113,7 @@ def load_model(path: Path, key: str = "model") -> PathModel:
             raise bad(value, f"{name} must be a positive finite number")
     rivals = meta.get("rivals")
     if not isinstance(rivals, int) or isinstance(rivals, bool) or not 0 <= rivals <= MAX_RIVALS:
-        raise bad(rivals, f"rivals must be a whole number from 0 to {MAX_RIVALS}")
+        raise bad(rivals, f"rivals (competing flows) must be a whole number from 0 to {MAX_RIVALS}")
     cross, known, gap = arrays["cross_bps"], arrays["known"], arrays.get("gap", np.zeros(0))
     typed = cross.dtype == np.float64 and known.dtype == gap.dtype == np.bool_
     if not typed or cross.ndim != 1 or not cross.shape == known.shape == gap.shape:

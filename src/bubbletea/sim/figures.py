@@ -45,7 +45,8 @@ def notes(scene: Scene) -> str:
     return (
         f"{alone}\n"
         "A load of 1 would fill the bubbles completely. TTFT: from arrival until the KV is delivered.\n"
-        "dedicated: accelerators that only prefill, as many as the bubbles amount to. All times are simulated."
+        "dedicated: accelerators that only prefill; together they have as much time as the bubbles.\n"
+        "All times are simulated."
     )
 
 

@@ -71,7 +71,9 @@ class PathSpec:
         if (self.cross or self.cross_back or num_rivals) and self.pair_bps is None:
             raise AtlasError("path: cross traffic needs pair_bps, of which it takes a share. Give it")
         if not 0 <= min(self.rivals, self.rivals_back) <= num_rivals <= MAX_RIVALS:
-            raise AtlasError(f"path: {num_rivals} rivals: there must be 0 to {MAX_RIVALS}. Use `cross` for more")
+            raise AtlasError(
+                f"path: {num_rivals} competing flows: rivals must be 0 to {MAX_RIVALS}. Use `cross` for more"
+            )
         if wrong := [share for share in (*self.cross, *self.cross_back) if not 0 <= share <= 100]:
             raise AtlasError(f"path: cross traffic {wrong[0]!r}: must be from 0 to 100 times pair_bps. Check its unit")
         rates = {"pair_bps": self.pair_bps, "trunk": self.trunk_bps}
