@@ -21,8 +21,9 @@ _ROOT = Path(__file__).parents[1]
 _OURS = r"(?:atlas|bubbletea)[\w.]*"
 _IMPORT = re.compile(rf"^\s*(?:from ({_OURS}) import (\([^)]*\)|[^\n]*)|import ({_OURS}))", re.MULTILINE)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_PART: Any = {"no_cfunc_wrapper": True, "error_model": "numpy"}
-"""Not called from C, and no division by zero: code that need not be compiled."""
+_PART: Any = {"no_cfunc_wrapper": True, "error_model": "numpy", "_nrt": False}
+"""Not called from C, no division by zero, and no arrays made inside, so none are counted: code that need not be
+compiled."""
 
 
 def sources(file: Path, root: Path = _ROOT) -> list[Path]:

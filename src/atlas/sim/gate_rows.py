@@ -6,6 +6,8 @@ The rules are those of `sim.phases`. A gate whose time has become known is put o
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from atlas.ir.program import Ints
@@ -32,11 +34,10 @@ from atlas.sim.phases import Gates
 GT_GATE, GT_FREES_A, GT_FREES_B, GT_AT, GT_NEXT = range(5)
 
 
-def gate_arrays(gates: Gates | None) -> tuple[Ints, Ints, Ints, Ints, Ints, Ints, Ints]:
-    """gates, gated, group_gate, frees_ptr, frees, completes, opened; all empty where no circuits change."""
+def gate_arrays(gates: Gates | None) -> tuple[Any, ...]:
+    """gates, gated, group_gate, frees_ptr, frees, completes, opened; all but the last None where no circuits change."""
     if gates is None:
-        none = np.zeros(0, np.int64)
-        return np.zeros((0, 12), np.int64), np.zeros((0, 5), np.int64), none, none, none, none, np.zeros(1, np.int64)
+        return *[None] * 6, np.zeros(1, np.int64)
     rows = np.full((len(gates.left), 12), NONE, np.int64)
     rows[:, G_DELAY], rows[:, G_LEFT], rows[:, G_RELEASED] = gates.delay_ns, gates.left, gates.released_ns
     rows[:, G_ON_DEMAND], rows[:, G_ASKER] = gates.on_demand, gates.asker
