@@ -96,7 +96,7 @@ def test_pipelines_per_cell_is_wan_time_over_forward_time_within_the_room() -> N
         (["cells=3"], "need 24 GPUs; the datacenters have 8"),
         (["placement=[{dc: east, stages: 3}, {dc: west, stages: 1}]"], "need 6 GPUs, east has 4"),
         (["placement=[{dc: east, stages: 4}]", "tp=2"], "need 16 GPUs, east has 4 that a tp group can use"),
-        (["tp=2"], "need 16 GPUs; the datacenters have 8, room for 2 stages"),
+        (["tp=2"], "need 16 GPUs; the datacenters have 8, enough for 2 stages of all replicas"),
         (["cluster.links=[]"], "no link joins them"),
     ],
 )

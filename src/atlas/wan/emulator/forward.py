@@ -14,7 +14,7 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-from atlas.jit import entry, njit
+from atlas.jit import kept, njit
 from atlas.wan.emulator.lateness import BIN_NS, NUM_BINS
 from atlas.wan.emulator.netdev import VNET_HDR_BYTES
 from atlas.wan.emulator.rivals import advance_rivals
@@ -233,7 +233,7 @@ def _write_packets(fds: Any, ints: Any, memory: Any, words: Any, bins: Any, wors
     return next_ns
 
 
-@entry
+@kept
 def forward(
     fds: NDArray[np.int32],
     tables: ForwardTables,
