@@ -140,7 +140,7 @@ def test_fewer_pipelines_go_on_and_the_run_grows_back_when_the_host_returns(
     assert len(lost) == 1, run.said
     assert "1 of 2 pipelines continues, with 8 microbatches in place of 4" in lost[0]
     assert "(simulated)" in lost[0]
-    back = [line for line in run.said if line.startswith("host east (2 of 2) is back: all hosts are there")]
+    back = [line for line in run.said if line.startswith("host east (2 of 2) is back: all hosts are connected")]
     assert len(back) == 1, run.said
     require_losses_of(run, NUM_STEPS)
     assert all(abs(loss - alone[n]) <= 1e-5 * loss for n, loss in run.losses.items()), (run.losses, alone)
