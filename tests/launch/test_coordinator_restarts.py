@@ -71,7 +71,7 @@ def test_a_launcher_keeps_what_a_new_coordinator_must_receive() -> None:
         (["train", "--dc", "east", "--coordinator", "a:1", "--rendezvous", "a:1"], "give --coordinator if"),
         (["train", "--dc", "east", "--coordinator", "nowhere"], "--coordinator nowhere: must be HOST:PORT"),
         (["coordinator", "--state", "state", "--listen", "7700"], "--listen 7700: must be HOST:PORT"),
-        (["coordinator", "--state", "job.yaml"], "--state job.yaml: cannot be used (File exists). Choose another folder"),
+        (["coordinator", "--state", "job.yaml"], "job.yaml: cannot be used (File exists). Choose another folder"),
     ],
 )
 def test_flags_of_a_coordinator_that_make_no_sense(
