@@ -17,6 +17,7 @@ SRC = Path(__file__).parents[1] / "src"
 MAX_MODULE_LINES, MAX_FUNCTION_LINES = 400, 60
 MAY_IMPORT = {
     "addresses": set(),
+    "arguments": set(),
     "callers": set(),
     "errors": set(),
     "jit": set(),
@@ -44,10 +45,10 @@ MAY_IMPORT = {
 }
 """`ir, spec <- cost <- sim <- schedules <- evaluate <- planner <- launch <- cli`; `planner <- sailor`;
 `ir <- weather <- spec, wan`; `ir <- wan <- runtime <- launch`; `spec <- runtime`;
-`spec, cost <- runtime`; `sim <- fabric <- launch`; `ir <- view <- cli`. Everybody may import `addresses`, `callers`,
-`errors`, `jit`, `lifetime` and `priority`; `cli` and `commands` may import all. `console` is for command lines,
-BubbleTea's too."""
-EVERYBODYS = ("addresses", "callers", "errors", "jit", "lifetime", "priority")
+`spec, cost <- runtime`; `sim <- fabric <- launch`; `ir <- view <- cli`. Everybody may import `addresses`,
+`arguments`, `callers`, `errors`, `jit`, `lifetime` and `priority`; `cli` and `commands` may import all. `console` is
+for command lines, BubbleTea's too."""
+EVERYBODYS = ("addresses", "arguments", "callers", "errors", "jit", "lifetime", "priority")
 FREE = {"cli", "commands", "__main__"}
 BUBBLETEA_MAY_IMPORT = {
     "costs": {"atlas.spec", "atlas.cost"},

@@ -9,6 +9,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -158,3 +159,35 @@ def test_the_python_in_the_readme_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert blocks
     for block in blocks:
         shown(block, {})
+
+
+# ---- bad arguments ---------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: atlas.simulate(3), "job or plan: path = 3: is neither a path"),
+        (lambda: atlas.load_job(None), "job: path: is neither a path"),
+        (lambda: atlas.simulate(TINY, [5]), r"atlas.simulate: schedule = \[5\]: must be a string, or several"),
+        (lambda: atlas.simulate(TINY, tcp="few"), "tcp = 'few': must be 'one' or 'many'"),
+        (lambda: atlas.simulate(TINY, tries=0), "tries = 0: must be a whole number from 1 to 1,000,000"),
+        (lambda: atlas.simulate(TINY, seed=-1), "seed = -1: must be"),
+        (lambda: atlas.simulate(TINY, iterations=1.5), "iterations = 1.5: must be"),
+        (lambda: atlas.plan(TINY, confidence=1.0), "atlas.plan: confidence = 1.0: must be a number from 0.5 to 0.999"),
+        (lambda: atlas.whatif(TINY, None), "must be a string, or several"),
+        (lambda: atlas.whatif(TINY, monte_carlo=-1), "monte_carlo = -1: must be"),
+        (lambda: atlas.whatif(TINY, wan_sigma=float("nan")), "wan_sigma = nan: must be"),
+        (lambda: atlas.train(TINY, steps="3"), "atlas.train: steps = '3': must be"),
+        (lambda: atlas.train(TINY, learning_rate=-1.0), "learning_rate = -1.0: must be"),
+        (lambda: atlas.train(TINY, stepz=3), "atlas.train: stepz: there is no such option. Did you mean 'steps'"),
+    ],
+)
+def test_a_bad_argument_is_named_with_its_rule(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(atlas.AtlasError, match=message):
+        call()
+
+
+def test_what_plan_returns_can_be_simulated_as_it_is() -> None:
+    found = atlas.plan(TINY, tries=0, break_even=False)
+    direct, by_plan = (atlas.simulate(source).best.row() for source in (found, found.plan))
+    assert direct["schedule"] == by_plan["schedule"] == found.plan.schedule.name
+    assert direct["iteration_s"] == by_plan["iteration_s"]

@@ -12,13 +12,12 @@ import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from atlas.cost.cluster_arrays import cluster_arrays
 from atlas.cost.compute import pricing
 from atlas.cost.price import Tcp
-from atlas.evaluate import Progress, Result, choices_of, evaluate_all, rows
+from atlas.evaluate import Progress, Result, choices_of, evaluate_all, require_arguments, rows
 from atlas.ir.replace import write_whole
 from atlas.ir.timeline import Timeline
 from atlas.planner import report
@@ -46,17 +45,18 @@ if TYPE_CHECKING:
     from atlas.launch.rehearse import Rehearsal
     from atlas.launch.report.events import OnStep
 
-JobSource = Job | Plan | str | os.PathLike[str]
-"""A job, a plan, or the file of either."""
+JobSource: TypeAlias = "Job | Plan | PlanSearch | str | os.PathLike[str]"
+"""A job, a plan, what `plan` returned, or the file of a job or plan."""
 WAN_SIGMA = 0.2
 """Spread of bandwidth and latency in Monte-Carlo runs of a job whose `jitter` has none."""
 
 
 def opened(job: JobSource, *, to_plan: bool = False) -> tuple[Job, Plan | None]:
     """The job, and the plan that it comes from, if any."""
+    job = job.plan if isinstance(job, PlanSearch) else job
     if isinstance(job, Plan):
         return job.job, job
-    return (job, None) if isinstance(job, Job) else load_job_or_plan(Path(job), to_plan=to_plan)
+    return (job, None) if isinstance(job, Job) else load_job_or_plan(job, to_plan=to_plan)
 
 
 # ---- simulate ----------------------------------------------------------------------------------------------
@@ -132,6 +132,8 @@ def simulate(
     simulates several in a row; `jitter_runs` repeats the run with the job's `jitter`. `progress(what, done, total)` is
     called during a search.
     """
+    asked = {"schedule": schedule, "tcp": tcp, "tries": tries, "iterations": iterations}
+    require_arguments("simulate", **asked, seed=seed, jitter_runs=jitter_runs or None)
     job, plan = opened(job)
     names = [schedule] if isinstance(schedule, str) else schedule or None
     as_planned = plan if names is None and tcp is None else None
@@ -141,29 +143,14 @@ def simulate(
         tries, seed = tries or how.tries or None, how.seed
     else:
         choices, sharing = choices_of(names, tcp), True
+    search: dict[str, Any] = {"sharing": sharing, "budget": tries, "seed": seed, "progress": progress}
     results, skipped = evaluate_all(
-        job,
-        choices,
-        skip=names is None,
-        sharing=sharing,
-        budget=tries,
-        seed=seed,
-        iterations=iterations,
-        jitter_runs=jitter_runs,
-        progress=progress,
+        job, choices, skip=names is None, iterations=iterations, jitter_runs=jitter_runs, **search
     )
     whole = None
     if as_planned is not None and len(as_planned.groups) > 1:
-        whole = simulate_whole(
-            job,
-            cluster_arrays(job),
-            candidate_of(as_planned),
-            as_planned.schedule.name,
-            sharing=sharing,
-            budget=tries,
-            seed=seed,
-            progress=progress,
-        )
+        candidate = candidate_of(as_planned)
+        whole = simulate_whole(job, cluster_arrays(job), candidate, as_planned.schedule.name, **search)
     return Simulation(tuple(results), skipped, whole)
 
 
@@ -182,7 +169,7 @@ class PlanSearch:
 
     @cached_property
     def plan(self) -> Plan:
-        """The best plan: give it to `simulate`, `whatif` or `train`."""
+        """The best plan; `simulate`, `whatif` and `train` use it."""
         return plan_of(self.found)
 
     def table(self) -> list[dict[str, Any]]:
@@ -264,6 +251,7 @@ def plan(
     `confidence` (0.95) chooses by that percentile of the iteration time with cross traffic of the links' models;
     `fabrics` ("rail,photonic") are tried in each datacenter; `break_even` also says when the verdict changes.
     """
+    require_arguments("plan", global_batch=global_batch, tcp=tcp, tries=tries, seed=seed, confidence=confidence)
     job, _ = opened(job, to_plan=True)
     require_weather(job, confidence)
     batch = global_batch or batch_of(job)
@@ -324,10 +312,8 @@ class WhatIf:
         """The first sweep over numbers as an SVG chart."""
         one, points = self._numeric
         line = [(float(p.value), p.iteration_s) for p in points if p.iteration_s is not None]
-        values = [x for x, _ in line]
-        wide = len(line) > 2 and min(values) > 0 and max(values) / min(values) >= 50
-        y_label = "seconds an iteration (simulated)"
-        return curves_svg({"iteration": line}, one.key, y_label, self.title, log_x=wide)
+        wide = len(line) > 2 and min(line)[0] > 0 and max(line)[0] / min(line)[0] >= 50
+        return curves_svg({"iteration": line}, one.key, "seconds an iteration (simulated)", self.title, log_x=wide)
 
     @property
     def _numeric(self) -> tuple[Sweep, list[Point]]:
@@ -359,6 +345,7 @@ def whatif(
     save. `monte_carlo` repeats the run with random cross traffic on links that have a `model`, and with random
     bandwidths and latencies (spread: `wan_sigma`) on the others.
     """
+    require_arguments("whatif", sweeps=sweeps, monte_carlo=monte_carlo or None, wan_sigma=wan_sigma, seed=seed)
     parsed = [parse_sweep(text) for text in sweeps]
     job, plan = opened(job)
     asked = Asked(job, plan, replan=replan)
@@ -396,5 +383,6 @@ def train(
     from atlas.launch.rehearse import rehearse  # 120 ms, and torch once it runs
     from atlas.launch.train_options import TrainOptions
 
+    require_arguments("train", schedule=schedule, tcp=tcp, **options)
     job, plan = opened(job)
     return rehearse(job, TrainOptions.of(plan, schedule, tcp, **options), on_step=on_step)

@@ -21,6 +21,7 @@ from rich.padding import Padding
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from atlas.arguments import NUMBERS, WHOLE
 from atlas.errors import AtlasError, SpecError
 from atlas.ir.replace import write_whole
 
@@ -37,6 +38,11 @@ def whole(low: int, high: int) -> Callable[[str], Any]:
 def number(low: float, high: float) -> Callable[[str], Any]:
     """A number from `low` to `high`; NaN is not allowed."""
     return _within(float, "a number", low, high)
+
+
+def ranged(name: str) -> Callable[[str], Any]:
+    """A number in the range that the API's argument of this name has."""
+    return whole(*WHOLE[name]) if name in WHOLE else number(*NUMBERS[name])
 
 
 def _within(kind: type[int] | type[float], what: str, low: float, high: float) -> Callable[[str], Any]:
@@ -78,10 +84,10 @@ def job_flags(parser: argparse.ArgumentParser) -> None:
 
 def search_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--seed", type=whole(0, 2**32 - 1), default=0, metavar="N", help="seed of the schedule search")
+    add("--seed", type=ranged("seed"), default=0, metavar="N", help="seed of the schedule search")
     add(
         "--tries",
-        type=whole(1, 1_000_000),
+        type=ranged("tries"),
         metavar="N",
         help="orders that the schedule search may try (default: by the job's size)",
     )

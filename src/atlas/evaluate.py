@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from atlas.arguments import CHOICES, NUMBERS, OPTIONAL, TEXTS, WHOLE
 from atlas.cost.arrange import Arrangement, arrange
 from atlas.cost.cluster_arrays import GIB
 from atlas.cost.compute import flops_per_token, pricing
@@ -283,6 +284,33 @@ def default_choices() -> list[Choice]:
     """The default comparison: classic schedules on one connection, then every schedule on many."""
     one: list[Choice] = [(name, "one") for name in ("gpipe", "1f1b", "varuna")]
     return one + [(name, "many") for name in SCHEDULES]
+
+
+def require_arguments(function: str, **given: object) -> None:
+    """Raise SpecError for the first argument of an API function that is out of range or of another type."""
+
+    def refuse(name: str, rule: str) -> SpecError:
+        return SpecError(
+            where=f"atlas.{function}", key=name, value=given[name], rule=f"must be {rule}", remedy="Change it"
+        )
+
+    for name, value in given.items():
+        if value is None and name in OPTIONAL:
+            continue
+        if name in CHOICES and value not in CHOICES[name]:
+            raise refuse(name, " or ".join(map(repr, CHOICES[name])))
+        if name in TEXTS:
+            texts = value if isinstance(value, Sequence) else [value]
+            if not all(isinstance(text, str) for text in texts):
+                raise refuse(name, "a string, or several")
+        if name in NUMBERS:
+            low, high = NUMBERS[name]
+            if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+                raise refuse(name, f"a number from {low:g} to {high:g}")
+        if name in WHOLE:
+            first, last = WHOLE.get(f"{function}.{name}", WHOLE[name])
+            if isinstance(value, bool) or not isinstance(value, int) or not first <= value <= last:
+                raise refuse(name, f"a whole number from {first:,} to {last:,}")
 
 
 def choices_of(names: Sequence[str] | None, tcp: Tcp | None) -> list[tuple[str, Tcp]]:

@@ -21,15 +21,14 @@ from atlas.commands.simulate import priced
 from atlas.console import (
     Meter,
     job_flags,
-    number,
     print_json,
+    ranged,
     remark,
     require_apart,
     require_drawable,
     require_outputs,
     say,
     show,
-    whole,
     write_text,
 )
 from atlas.cost.cluster_arrays import cluster_arrays
@@ -78,18 +77,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="KEY",
         help=f"keep this key as the job has it: {', '.join(KEEPABLE)}",
     )
-    add("--global-batch", type=whole(1, 10**9), metavar="N", help="sequences per iteration (default: the job's)")
+    add("--global-batch", type=ranged("global_batch"), metavar="N", help="sequences an iteration (default: the job's)")
     add("--tcp", choices=("one", "many"), default="many", help="TCP connections between two nodes")
     add(
         "--tries",
-        type=whole(0, 1_000_000),
+        type=ranged("plan.tries"),
         metavar="N",
         help="orders that the schedule search of the best plan may try (default: by the job's size; 0: no search)",
     )
-    add("--seed", type=whole(0, 2**32 - 1), default=0, metavar="N", help="seed of that search")
+    add("--seed", type=ranged("seed"), default=0, metavar="N", help="seed of that search")
     add(
         "--confidence",
-        type=number(0.5, 0.999),
+        type=ranged("confidence"),
         metavar="P",
         help="choose by this percentile of the iteration time, such as 0.95, where WAN rates and delays vary as "
         "the links' `model:` files describe (docs/weather.md)",

@@ -29,12 +29,12 @@ from atlas.console import (
     job_flags,
     make_folder,
     print_json,
+    ranged,
     remark,
     require_apart,
     require_folder,
     search_flags,
     show,
-    whole,
 )
 from atlas.cost.compute import model_params
 from atlas.evaluate import Result, find_schedule
@@ -57,10 +57,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--tcp", choices=("one", "many"), help="TCP connections between two nodes (default: see above)")
     job_flags(parser)
     search_flags(parser)
-    add("--iterations", type=whole(1, 1000), default=1, metavar="N", help="simulate N iterations in a row")
+    add("--iterations", type=ranged("iterations"), default=1, metavar="N", help="simulate N iterations in a row")
     add(
         "--monte-carlo",
-        type=whole(1, 100_000),
+        type=ranged("jitter_runs"),
         default=0,
         metavar="N",
         help="repeat the run N times with random durations (the job's `jitter`, and the links' `model:` files)",

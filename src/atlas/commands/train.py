@@ -33,7 +33,13 @@ from atlas.commands.watching import (
     watched,
     write_evidence,
 )
-from atlas.console import job_flags, number, require_folder, require_outputs, whole
+from atlas.console import (
+    job_flags,
+    ranged,
+    require_folder,
+    require_outputs,
+    whole,
+)
 from atlas.errors import AtlasError, StopSignal
 from atlas.launch.rehearse import Rehearsal, rehearse
 from atlas.launch.report import RunReport
@@ -52,11 +58,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
     how_flags(parser)
     add("--device", metavar="NAME", help="paced, cpu, cuda or cuda:N (default: paced; with --dc: cuda)")
     add("--checkpoints", metavar="DIR", help="save to and resume from this folder, or s3://BUCKET/PREFIX")
-    add("--slower", type=whole(1, 1000), default=1, metavar="X", help="multiply every duration by X, for a slow host")
+    add(
+        "--slower",
+        type=ranged("slower"),
+        default=1,
+        metavar="X",
+        help="multiply every duration by X, for a slow host",
+    )
     add("--page", type=Path, metavar="FILE", help="write an HTML page with the predicted and the measured timeline")
     add(
         "--weather-seed",
-        type=whole(0, 2**32 - 1),
+        type=ranged("seed"),
         metavar="N",
         help="with --emulate: seed of the cross traffic of links that have a `model` (default 0)",
     )
@@ -75,7 +87,7 @@ def how_flags(parser: argparse.ArgumentParser) -> None:
     add("--recipe", type=Path, metavar="FILE", help="how to train (docs/recipes.md); the flags below replace its keys")
     add(
         "--steps",
-        type=whole(1, 10**9),
+        type=ranged("steps"),
         metavar="N",
         help="total steps of the run, those before a resume included (default 3)",
     )
@@ -87,7 +99,7 @@ def how_flags(parser: argparse.ArgumentParser) -> None:
     add("--data", metavar="DIR", help="a folder of shards, or `shipped`: the included text (default: synthetic)")
     add(
         "--learning-rate",
-        type=number(0, 1e6),
+        type=ranged("learning_rate"),
         metavar="X",
         help="peak learning rate (default: 0.001, AdamW; a stand-in: 0.1, SGD)",
     )
@@ -99,7 +111,7 @@ def how_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--clip",
-        type=number(1e-12, 1e12),
+        type=ranged("clip"),
         metavar="NORM",
         help="clip gradients to this global norm (default: no clipping)",
     )
@@ -108,8 +120,8 @@ def how_flags(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="compile layers with torch's compiler (default: on GPUs)",
     )
-    add("--seed", type=whole(0, 2**32 - 1), metavar="N", help="seed of weights, dropout and data order (default 0)")
-    add("--save-every", type=whole(0, 10**9), metavar="N", help="steps between saves (default: at the end)")
+    add("--seed", type=ranged("seed"), metavar="N", help="seed of weights, dropout and data order (default 0)")
+    add("--save-every", type=ranged("save_every"), metavar="N", help="steps between saves (default: at the end)")
 
 
 def filler_flags(parser: argparse.ArgumentParser) -> None:

@@ -22,7 +22,12 @@ from atlas.commands.watching import (
     watched,
     write_evidence,
 )
-from atlas.console import number, remark, require_folder, whole
+from atlas.console import (
+    ranged,
+    remark,
+    require_folder,
+    whole,
+)
 from atlas.errors import AtlasError, SpecError
 from atlas.evidence.recorder import EvidenceRecorder
 from atlas.launch.hosts import scheduled_place
@@ -60,19 +65,19 @@ def group_flags(group: argparse._ActionsContainer) -> None:
     add("--without", action="append", default=[], metavar="NAME", help="run without this lost datacenter")
     add(
         "--grace",
-        type=number(0.1, 1e6),
+        type=ranged("grace_s"),
         metavar="S",
         help="treat an unreachable launcher as lost after S seconds (default 30)",
     )
     add(
         "--gather",
-        type=number(0.1, 1e6),
+        type=ranged("gather_s"),
         metavar="S",
         help="wait S seconds for all launchers at the start; set hours if a scheduler queues jobs (default 600)",
     )
     add(
         "--patience",
-        type=number(0.1, 1e6),
+        type=ranged("patience_s"),
         metavar="S",
         help="treat a stalled worker as failed after S seconds (default 60)",
     )

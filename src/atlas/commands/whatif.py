@@ -25,14 +25,13 @@ from atlas.commands.simulate import priced
 from atlas.console import (
     Meter,
     job_flags,
-    number,
     print_json,
+    ranged,
     require_apart,
     require_drawable,
     require_outputs,
     say,
     show,
-    whole,
 )
 from atlas.cost.compute import pricing
 from atlas.errors import SpecError
@@ -50,18 +49,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--replan", action="store_true", help="run the planner again at every value")
     add(
         "--monte-carlo",
-        type=whole(1, 100_000),
+        type=ranged("monte_carlo"),
         default=0,
         metavar="N",
         help="simulate N networks with random bandwidths and latencies, or as the links' `model:` files describe them",
     )
     add(
         "--wan-sigma",
-        type=number(0, 3),
+        type=ranged("wan_sigma"),
         metavar="S",
         help="spread (sigma) of the random networks (default: the job's `jitter.wan`, or 0.2)",
     )
-    add("--seed", type=whole(0, 2**32 - 1), default=0, metavar="N", help="seed of the random networks")
+    add("--seed", type=ranged("seed"), default=0, metavar="N", help="seed of the random networks")
     add("--no-marginals", action="store_true", help="skip the bottleneck table")
     job_flags(parser)
     add("--json", action="store_true", help="print the results as JSON instead of tables")

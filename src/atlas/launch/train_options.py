@@ -5,7 +5,7 @@ datacenters and by rehearsals alike. Starts nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +26,7 @@ from atlas.runtime.data.batches import open_dataset
 from atlas.runtime.models.config import from_spec
 from atlas.runtime.models.huggingface import read_config
 from atlas.runtime.recipe import LearningRate, OptimizerSettings
+from atlas.spec.document import nearest
 from atlas.spec.plan import Plan, PlanSchedule, require_runnable
 from atlas.spec.recipe import FillerRecipe, LearningRateRecipe, OptimizerRecipe, Recipe
 
@@ -99,6 +100,10 @@ class TrainOptions:
     ) -> TrainOptions:
         """Options in which the plan decides what the user did not. Raises AtlasError for a plan that cannot be
         executed."""
+        known = {field.name for field in fields(cls)}
+        for name in others.keys() - known:
+            remedy = nearest(name, known)
+            raise SpecError(where="atlas.train", key=name, rule="there is no such option", remedy=remedy)
         if plan is not None:
             require_runnable(plan)
         require_device_name(others.get("device", cls.device))

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,13 @@ def nearest(word: str, known: Iterable[str]) -> str:
     names = list(known)
     close = get_close_matches(word, names, n=1, cutoff=0.5)
     return f"Did you mean {close[0]!r}?" if close else f"Known: {', '.join(sorted(names))}"
+
+
+def as_path(source: object, key: str) -> Path:
+    """The path that a caller of the API named; an error for a value of another type."""
+    if not isinstance(source, str | PathLike):
+        raise wrong(key, "path", "is neither a path nor an object that `import atlas` returned", "Name a file", source)
+    return Path(source)
 
 
 def read_text(path: Path, *, key: str, max_bytes: int = MAX_BYTES) -> str:

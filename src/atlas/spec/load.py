@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,7 +15,18 @@ from pydantic import ValidationError
 
 from atlas.errors import InfeasibleError, SpecError
 from atlas.spec.batch import batch_sequences
-from atlas.spec.document import Document, Keys, apply_override, dotted, nearest, part_of, read_yaml, replaced, wrong
+from atlas.spec.document import (
+    Document,
+    Keys,
+    apply_override,
+    as_path,
+    dotted,
+    nearest,
+    part_of,
+    read_yaml,
+    replaced,
+    wrong,
+)
 from atlas.spec.fields import Frozen
 from atlas.spec.gpus import ALIASES, GPUS
 from atlas.spec.huggingface import dimensions
@@ -31,10 +43,10 @@ OPEN: dict[str, int] = {"pp": 1, "num_microbatches": 1}
 """Keys that `atlas plan` chooses if the job does not state them, and the values that they have until then."""
 
 
-def load_job(path: str | Path, overrides: Sequence[str] = (), *, to_plan: bool = False) -> Job:
+def load_job(path: str | PathLike[str], overrides: Sequence[str] = (), *, to_plan: bool = False) -> Job:
     """The job in a YAML file, with each `key.path=value` of `overrides` applied. Raises SpecError. A job `to_plan` may
     leave out `pp` and `num_microbatches`."""
-    path = Path(path)
+    path = as_path(path, "job")
     return job_of(read_yaml(path, key="job file"), path, overrides, to_plan=to_plan)
 
 

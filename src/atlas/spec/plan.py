@@ -8,6 +8,7 @@ them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,7 +16,7 @@ import yaml
 from pydantic import Field
 
 from atlas.errors import AtlasError
-from atlas.spec.document import Document, Keys, read_yaml
+from atlas.spec.document import Document, Keys, as_path, read_yaml
 from atlas.spec.fields import Count, Flag, Frozen, Name, NonNegative, Text
 from atlas.spec.job import MAX_RANKS, Job, Place
 from atlas.spec.load import finished, job_of
@@ -120,11 +121,11 @@ def require_runnable(plan: Plan) -> None:
 
 
 def load_job_or_plan(
-    path: str | Path, overrides: Sequence[str] = (), *, to_plan: bool = False
+    path: str | PathLike[str], overrides: Sequence[str] = (), *, to_plan: bool = False
 ) -> tuple[Job, Plan | None]:
     """A job file, or the job of a Plan file and the Plan. `--set` changes the job and so invalidates the predictions.
     A job `to_plan` may leave out what the planner chooses."""
-    path = Path(path)
+    path = as_path(path, "job or plan")
     document = read_yaml(path, key="job file")
     if not isinstance(document.data, dict) or "plan" not in document.data:
         return job_of(document, path, overrides, to_plan=to_plan), None
