@@ -72,7 +72,10 @@ def pack(kind: int, fields: Mapping[str, Any], payload: Payload = b"") -> bytes:
     """Head and fields; the payload is sent after them unchanged."""
     text = json.dumps(fields, separators=(",", ":")).encode()
     if len(text) > MAX_FIELDS_BYTES or len(payload) > MAX_PAYLOAD_BYTES:
-        raise WorkerError(f"a frame of {len(text)} and {len(payload)} bytes is larger than the receiver accepts")
+        raise WorkerError(
+            f"a frame with {len(text)} bytes of fields and {len(payload)} of payload is larger than the receiver "
+            f"accepts ({MAX_FIELDS_BYTES} and {MAX_PAYLOAD_BYTES})"
+        )
     head = _HEAD.pack(MAGIC, kind, len(text), len(payload), _checksum(text, payload, fields))
     return head + _CHECKSUM.pack(zlib.crc32(head)) + text
 
@@ -95,8 +98,10 @@ class _FrameHead(NamedTuple):
         if magic != MAGIC or (zlib.crc32(data[: _HEAD.size]),) != _CHECKSUM.unpack_from(data, _HEAD.size):
             raise WorkerError("not a BubbleTea frame: check that both ends run the same release")
         if head.num_fields > max_fields or head.num_payload > max_payload:
-            given, allowed = f"{head.num_fields} and {head.num_payload}", f"{max_fields} and {max_payload}"
-            raise WorkerError(f"a frame of {given} bytes is more than the {allowed} allowed")
+            raise WorkerError(
+                f"a frame with {head.num_fields} bytes of fields and {head.num_payload} of payload is larger than "
+                f"allowed ({max_fields} and {max_payload})"
+            )
         return head
 
     def frame(self, text: bytes | memoryview, payload: Payload) -> WireFrame:

@@ -124,7 +124,7 @@ class KvServer(FrameServer):
             self.holder.release(str(frame.fields.get("ticket", "")))
             return ()
         if frame.kind != FETCH:
-            raise WorkerError(f"a frame of kind {frame.kind} from a decode engine")
+            raise WorkerError(f"unexpected frame of kind {frame.kind} from a decode engine")
         wanted = WantedBlocks.of(frame.fields)
         try:
             blocks = self.holder.blocks(wanted)

@@ -160,7 +160,7 @@ class CacheServer:
         try:
             after, wait_s = int(request.query_params.get("after", 0)), float(request.query_params.get("wait_s", 0))
         except ValueError:
-            return _error(400, "after is a whole number, wait_s a number of seconds")
+            return _error(400, "the query needs a whole number `after` and a number of seconds `wait_s`")
         if request.query_params.get("log") not in (None, "", self.log.log_id) or not 0 <= after <= self.log.end:
             after = 0  # another log, or a new one
         if after >= self.log.end and wait_s > 0:
@@ -231,7 +231,7 @@ class CacheServer:
     def _post(self, path: str, do: Do) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
             if not request.headers.get("content-type", "").startswith("application/json"):
-                return _error(415, "the body is JSON: send content-type application/json")
+                return _error(415, "the body must be JSON: send it with content-type application/json")
             began_s = time.perf_counter()
             try:
                 made = do(parse(await _body(request)))

@@ -127,8 +127,8 @@ def test_every_built_in_type_is_calibrated_or_reported_as_uncalibrated(name: str
 
 
 def test_a_calibrated_job_on_a_type_without_constants_says_what_to_do() -> None:
-    with pytest.raises(SpecError, match="calibrated = True: a GPU type of this job has no `calibration`"):
-        calibrated(job(calibrated=True), GPUS["L4"], 1e9)
+    with pytest.raises(SpecError, match="calibrated = True: no `calibration` for L4"):
+        calibrated(job("L4", calibrated=True), GPUS["L4"], 1e9)
 
 
 def test_a_misspelt_constant_names_the_nearest() -> None:

@@ -141,7 +141,7 @@ def test_odd_events_are_left_out_and_counted(tmp_path: Path) -> None:
 
 
 FOUND: dict[str, tuple[Callable[[Path], object], str]] = {
-    "twice the same step": (lambda f: write(f / "rank0_trace.json", [step(1, 0, 5), step(1, 9, 5)]), "a number twice"),
+    "twice the same step": (lambda f: write(f / "rank0_trace.json", [step(1, 0, 5), step(1, 9, 5)]), "repeat the"),
     "one step": (lambda f: write(f / "rank0_trace.json", [step(1, 0, 5)]), "steps: 1 are counted"),
     "no step": (lambda f: write(f / "rank0_trace.json", [kernel("gemm", 0, 5)]), "no ProfilerStep#N"),
     "no kernels": (lambda f: write(f / "rank0_trace.json", [step(1, 0, 5)]), "CPU only"),

@@ -202,7 +202,7 @@ def test_the_cap_of_memory_is_the_peak_and_not_one_less(make, peak: int):
     assert program.peak_in_flight == peak
     assert program.peak_held(Memory(99)) == peak
     check(replace(program, memory=Memory(peak)))
-    with pytest.raises(ProgramError, match=f"makes its worker hold {peak}, but the cap is {peak - 1}"):
+    with pytest.raises(ProgramError, match=f"makes its worker hold {peak} units of memory, but the cap is {peak - 1}"):
         check(replace(program, memory=Memory(peak - 1)))
 
 

@@ -68,10 +68,11 @@ def site(text: str) -> Site:
 def _not_sold(one: Site) -> SpecError:
     sold = [regions()[name] for name, gpu in gpu_prices() if gpu == one.gpu]
     sold.sort(key=lambda other: (other.cloud != one.region.cloud, great_circle_km(other.location, one.region.location)))
-    own = f"{one.region.name}={one.count}x{one.gpu}@USD states your own price of a GPU hour"
-    where = f"It is listed in {', '.join(other.name for other in sold[:SUGGESTED])}; or " if sold else ""
+    own = f"your own price of a GPU hour: {one.region.name}={one.count}x{one.gpu}@USD"
+    near = ", ".join(other.name for other in sold[:SUGGESTED])
     rule = f"no price list has {one.gpu} in {one.region.name}" if sold else f"no price list has {one.gpu} anywhere"
-    return SpecError(where="--dc", key="gpu", value=one.gpu, rule=rule, remedy=where + own)
+    remedy = f"Choose a region that has it, such as {near}, or give {own}" if sold else f"Give {own}"
+    return SpecError(where="--dc", key="gpu", value=one.gpu, rule=rule, remedy=remedy)
 
 
 def sites(texts: Sequence[str]) -> list[Site]:

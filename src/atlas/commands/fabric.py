@@ -45,7 +45,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add(
         "--fault",
         choices=("late", "refuses", "no-change"),
-        help="how the emulated switches fail after their first change; no-change: acknowledge it without making it",
+        help="how the emulated switches fail after their first change; no-change: acknowledge a change without making "
+        "it",
     )
     add("--schedule", default="1f1b", metavar="NAME", help="the schedule of --circuits and --rehearse")
 

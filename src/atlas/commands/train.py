@@ -94,14 +94,15 @@ def how_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--model",
         metavar="DIR",
-        help="a Hugging Face folder, or `job`: the job's, with random weights (default; `train --emulate`: a stand-in)",
+        help="a Hugging Face folder, or `job`: the job's own model with random weights (default: `job`; with "
+        "`train --emulate`: a small stand-in)",
     )
     add("--data", metavar="DIR", help="a folder of shards, or `shipped`: the included text (default: synthetic)")
     add(
         "--learning-rate",
         type=ranged("learning_rate"),
         metavar="X",
-        help="peak learning rate (default: 0.001, AdamW; a stand-in: 0.1, SGD)",
+        help="peak learning rate (default: 0.001 with AdamW, 0.1 with SGD; a stand-in trains with SGD)",
     )
     add("--warmup", type=whole(0, 10**9), metavar="N", help="steps of a linear warm-up (default 0)")
     add(

@@ -133,7 +133,7 @@ def page_notes(learnt: Learnt, span_s: float) -> list[str]:
         f"{100 * float(model.recorded_bps.max()) / model.capacity_bps:.0f} %. They were visible in "
         f"{100 * float(model.known[model.recorded].mean()):.0f} % of the time.{ahead}",
         *(
-            [f"They react to the sender like {_flows(model)}: a sender that takes more gets more."]
+            [f"They react to the sender like {_flows(model)}: when it sends more, they send less."]
             if model.rivals
             else []
         ),

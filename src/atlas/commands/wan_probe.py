@@ -57,7 +57,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--record",
         type=Path,
         metavar="DIR",
-        help="for each link, write its probes (series), a file for its `trace:` key, and packets for `atlas wan learn`",
+        help="for each link, write three files: its probes, rows for its `trace:` key, packets for `atlas wan learn`",
     )
     add(
         "--record-seconds",

@@ -46,9 +46,14 @@ def watch_flags(parser: argparse.ArgumentParser) -> None:
         "--track",
         action="append",
         metavar="NAME",
-        help="tracker: tensorboard, wandb, mlflow, none; may be repeated (default: tensorboard, if installed)",
+        help="tracker: tensorboard, wandb, mlflow, none; may be repeated (default: tensorboard, if it is installed and "
+        "the run has a folder)",
     )
-    add("--ui", action="store_true", help="serve the live page of the run (docs/page.md); its records go to --runs")
+    add(
+        "--ui",
+        action="store_true",
+        help="serve the live page of the run (docs/page.md); its records go to --runs, or runs/NAME",
+    )
     add(
         "--ui-at", metavar="[HOST:]PORT", help="where --ui serves (default: any port of 127.0.0.1; others need a token)"
     )

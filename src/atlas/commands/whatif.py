@@ -58,7 +58,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--wan-sigma",
         type=ranged("wan_sigma"),
         metavar="S",
-        help="spread (sigma) of the random networks (default: the job's `jitter.wan`, or 0.2)",
+        help="multiply bandwidths and latencies by log-normal factors of sigma S (default: the job's `jitter.wan`, or "
+        "0.2)",
     )
     add("--seed", type=ranged("seed"), default=0, metavar="N", help="seed of the random networks")
     add("--no-marginals", action="store_true", help="skip the bottleneck table")
@@ -155,7 +156,7 @@ def _bottleneck(more: Sequence[Marginal]) -> str:
         return "No bottleneck: 10 % more of any resource saves less than 0.01 %."
     share = best.saves_s / (best.iteration_s + best.saves_s)
     return (
-        f"Bottleneck: {best.resource} ({best.key}). From {best.now:g} to {best.more:g} saves "
+        f"Bottleneck: {best.resource} ({best.key}). Changing it from {best.now:g} to {best.more:g} saves "
         f"{seconds(best.saves_s)}, {100 * share:.1f} % of the iteration."
     )
 

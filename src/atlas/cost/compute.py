@@ -210,8 +210,8 @@ def calibrated(job: Job, gpu: Gpu, peer_bps: float) -> ModelTime:
             where=job.where,
             key="calibrated",
             value=True,
-            rule="a GPU type of this job has no `calibration`",
-            remedy="Give it one under cluster.gpus, or leave `calibrated` out",
+            rule=f"no `calibration` for {', '.join(job.without_constants)}",
+            remedy="Write it under cluster.gpus, or leave `calibrated` out",
         )
     model, b = job.model, job.microbatch
     # Over the network a group reaches all of it; inside a node the measured share of its links.

@@ -121,7 +121,7 @@ def read_card(path: Path) -> Card:
             key="workload card",
             value=shown(data),
             rule="is not a mapping of keys",
-            remedy="Write it after CCL-Bench's workload_card_template.yaml",
+            remedy="Start from CCL-Bench's workload_card_template.yaml",
         )
     card = Card(path, data)
     if data.get("version", VERSION) != VERSION:

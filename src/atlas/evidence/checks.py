@@ -112,7 +112,9 @@ def _files(ranks: Sequence[RankFigures]) -> list[str]:
 
 def _steps(ranks: Sequence[RankFigures]) -> list[str]:
     counts = {rank.num_steps for rank in ranks}
-    found = [f"{r.name}: {r.repeated_steps} steps have a number twice" for r in ranks if r.repeated_steps]
+    found = [
+        f"{r.name}: {r.repeated_steps} steps repeat the number of an earlier step" for r in ranks if r.repeated_steps
+    ]
     if counts == {0}:
         return [*found, "no ProfilerStep#N: the whole file counts as one step, and there is no step time"]
     if len(counts) > 1:

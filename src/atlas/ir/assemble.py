@@ -270,6 +270,6 @@ def _require_memory(program: Program) -> None:
     if over.size:
         raise _fault(
             program,
-            f"{program.describe(int(over[0]))} makes its worker hold {held[over[0]]}, but the cap is "
-            f"{program.memory.cap}: do a backward first, or raise the cap",
+            f"{program.describe(int(over[0]))} makes its worker hold {held[over[0]]} units of memory, but "
+            f"the cap is {program.memory.cap}: do a backward first, or raise the cap",
         )

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from atlas.errors import AtlasError
 from atlas.launch.fewer_hosts import HostPlace, TrainedOn, trained_on
-from atlas.launch.membership import Membership
+from atlas.launch.membership import Membership, is_or_are
 from atlas.launch.prepared_job import PreparedJob
 from atlas.launch.train_options import TrainOptions
 
@@ -35,8 +35,8 @@ class ActivePlan:
         who = self.membership.in_words(places)
         reason = "" if who.startswith("datacenter") else f": out of reach for {self.options.grace_s:g} s"
         offer = (
-            f"{who} is lost{reason}. {new.what}, {new.prepared.predicted_s:.3g} s an iteration instead of "
-            f"{before.predicted_s:.3g} s (simulated)"
+            f"{who} {is_or_are(who)} lost{reason}. {new.what}, {new.prepared.predicted_s:.3g} s an iteration "
+            f"instead of {before.predicted_s:.3g} s (simulated)"
         )
         if new.asks:
             self._ask(offer, who)
@@ -55,8 +55,9 @@ class ActivePlan:
         new, before = self._grown(), self.prepared
         if new is None:
             return  # it has left again
+        who = self.membership.in_words(self.membership.lost - new.lost)
         self._say(
-            f"{self.membership.in_words(self.membership.lost - new.lost)} is back: {new.what.lower()}, "
+            f"{who} {is_or_are(who)} back: {new.what[0].lower()}{new.what[1:]}, "
             f"{new.prepared.predicted_s:.3g} s an iteration instead of {before.predicted_s:.3g} s (simulated), from "
             f"the checkpoint of step {num_done}"
         )

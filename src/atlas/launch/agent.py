@@ -131,9 +131,10 @@ class Agent:
                 message = self._next()
                 if "gone" in message:
                     kind = StartAgainError if message.get("code", START_AGAIN) == START_AGAIN else AtlasError
+                    other = "coordinator" if self.settings.apart else "rendezvous"
                     without = "" if self.settings.apart else ", or with --without NAME and another --rendezvous"
-                    text = f"{message['gone']}. This datacenter's workers were stopped. Start again when it answers"
-                    raise kind(text + without)
+                    text = f"{message['gone']}. This datacenter's workers were stopped. Start again when the {other} "
+                    raise kind(f"{text}answers{without}")
                 if "finish" in message:
                     return self._finish(message["finish"])
                 self._handle(message)

@@ -31,6 +31,11 @@ class LostHostsError(Exception):
         self.places = frozenset(places)
 
 
+def is_or_are(places: str) -> str:
+    """The verb after the words of `Membership.in_words`."""
+    return "are" if " and " in places or ", " in places else "is"
+
+
 class Membership:
     """`plan`: the digest that all launchers must have."""
 
@@ -62,7 +67,7 @@ class Membership:
         if (why := difference(plan, self._plan)) is not None:
             return why
         if not (agent.is_spare or 0 <= agent.part < agent.num_parts):
-            return f"there is no launcher {agent.part} of {agent.num_parts}"
+            return f"its number (from 0) is {agent.part}, and must be below {agent.num_parts}"
         return None
 
     @property

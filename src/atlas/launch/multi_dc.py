@@ -17,6 +17,7 @@ from atlas.errors import AtlasError
 from atlas.launch.agent import Agent, AgentSettings
 from atlas.launch.coordinator import Coordinator, RunCallbacks
 from atlas.launch.hosts import hosts_needed, workers_by_datacenter
+from atlas.launch.membership import is_or_are
 from atlas.launch.preflight import devices_for, require_executable, require_room
 from atlas.launch.prepared_job import PreparedJob, digest_of, prepare_job
 from atlas.launch.rendezvous import COORDINATOR, AgentName, RendezvousClient
@@ -212,9 +213,11 @@ def _ask(offer: str, lost: str, say: Callable[[str], None], *, auto: bool) -> No
         say(f"{offer}. Continue with that? [y/N]")
         if sys.stdin.readline().strip().lower() in ("y", "yes"):
             return
-    name = lost.removeprefix("datacenter ").partition(" ")[0]
-    without = f"with --without {name} in every datacenter" if lost.startswith("datacenter ") else "with --auto-replan"
+    places = lost.split(" and ")
+    flags = " ".join(place.replace("datacenter", "--without", 1) for place in places)
+    whole = all(place.startswith("datacenter ") for place in places)
+    without = f"with {flags} in every datacenter" if whole else "with --auto-replan"
     raise AtlasError(
-        f"{offer}. Start again {without} to use that plan, or with the same command when {lost} is back. With "
-        "--auto-replan a run continues without asking"
+        f"{offer}. Start again {without} to use that plan, or with the same command when {lost} {is_or_are(lost)} "
+        "back. With --auto-replan a run continues without asking"
     )

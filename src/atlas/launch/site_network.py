@@ -119,7 +119,7 @@ class SiteNetwork:
     def described(self, num_workers: int, *, saves: bool) -> str:
         """For the user: where it listens, and how many ports it needs."""
         needed, others = num_workers + saves, self.advertise or self.listen
-        where = "a port that the kernel chooses" if self.ports is None else f"ports {self.ports}"
+        where = "ports that the kernel chooses" if self.ports is None else f"ports {self.ports}"
         dialled = (
             "others cannot dial it, so it dials for both directions" if others == NONE else f"others dial {others}"
         )

@@ -103,7 +103,8 @@ def report(program: Program, result: Comparison, run: Emulation, seconds: float)
             f"  iteration, emulated    {result.measured_s * 1e3:9.1f} ms",
             f"  prediction error       {result.prediction_error * 100:+9.2f} %    "
             f"over the whole run {result.makespan_error * 100:+.2f} %",
-            f"  op ends apart, median  {result.median_op_s * 1e3:9.2f} ms   worst {result.worst_op_s * 1e3:.2f} ms",
+            f"  op end times, diff.    {result.median_op_s * 1e3:9.2f} ms median   "
+            f"{result.worst_op_s * 1e3:.2f} ms worst",
             f"  loss                   {run.losses[0]:9.4f}      -> {run.losses[-1]:.4f}",
             f"  loss, relative diff.   {result.loss_difference:9.1e}      to a single process",
             f"  weights, rel. diff.    {result.weight_difference:9.1e}      to a single process",

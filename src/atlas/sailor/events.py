@@ -52,7 +52,9 @@ def simulated(inputs: Inputs, plan: SailorPlan) -> Simulated:
     before = few - few // 2 // plan.num_stages * plan.num_stages
     more, less = _seconds(plan, columns, costs, few), _seconds(plan, columns, costs, before)
     pace = (more - less) / (few - before)
-    method = f"{few} of {num_mb} microbatches simulated, the rest at the pace from the {before}th to the {few}th"
+    method = (
+        f"{few} of {num_mb} microbatches simulated, the rest at the mean pace of microbatches {before + 1} to {few}"
+    )
     return Simulated(more + (num_mb - few) * pace, len(columns), few, method)
 
 

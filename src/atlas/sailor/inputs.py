@@ -248,5 +248,5 @@ def _sizes(info: SailorFile, model: str, num_layers: int) -> dict[int, LayerSize
         sizes = LayerSizes(columns["params_floats"], columns["act_mem_floats"], columns["act_output_floats"])
         found[_int(info, (model, tp))] = sizes
     if 1 not in found:
-        raise info.bad((model, "1"), None, "sizes for tp 1 are needed: activations are counted there", "Add them")
+        raise info.bad((model, "1"), None, "is missing: activations are counted with the sizes of tp 1", "Add it")
     return found

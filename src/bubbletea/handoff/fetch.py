@@ -89,7 +89,9 @@ class Fetcher(Closing):
             elif frame.kind == GONE:
                 raise WorkerError(f"hand-off {ticket.id}: {frame.fields.get('why')}")
             else:
-                raise WorkerError(f"hand-off {ticket.id}: a frame of kind {frame.kind} after {num_blocks} blocks")
+                raise WorkerError(
+                    f"hand-off {ticket.id}: unexpected frame of kind {frame.kind} after {num_blocks} blocks"
+                )
 
     def _read(self, ticket: Ticket, about: bytes) -> Iterator[KvBlock]:
         """By NIXL, all blocks at once."""
@@ -97,13 +99,17 @@ class Fetcher(Closing):
         while (frame := receive(self._sock, max_payload=0)).kind == PLACE:
             places.append(frame)
         if frame.kind != END or frame.fields.get("blocks") != len(places):
-            raise WorkerError(f"hand-off {ticket.id}: a frame of kind {frame.kind} after {len(places)} places")
+            found = f"{frame.kind} after {len(places)} PLACE frames"
+            raise WorkerError(f"hand-off {ticket.id}: unexpected frame of kind {found}")
         try:
             spans = [(int(place.fields["address"]), int(place.fields["bytes"])) for place in places]
         except (KeyError, TypeError, ValueError):
-            raise WorkerError(f"hand-off {ticket.id}: a place without address and bytes") from None
+            raise WorkerError(f"hand-off {ticket.id}: a PLACE frame without a valid address and size") from None
         if min((size for _, size in spans), default=1) <= 0 or sum(size for _, size in spans) > MAX_READ_BYTES:
-            raise WorkerError(f"hand-off {ticket.id}: places of {sum(size for _, size in spans)} bytes")
+            raise WorkerError(
+                f"hand-off {ticket.id}: its PLACE frames announce {sum(size for _, size in spans)} bytes; each must "
+                f"have at least 1, all together at most {MAX_READ_BYTES}"
+            )
         payloads = own_agent().read(about, spans, time.monotonic() + PATIENCE_S)
         send(self._sock, READ, {})
         for place, payload in zip(places, payloads, strict=True):

@@ -51,7 +51,7 @@ class Parcel:
     def put(self, block: KvBlock) -> None:
         """A block may arrive twice after a prefill was restarted: the same bytes in the same place."""
         if not 0 <= block.layer < len(self.slabs) or block.stop > self.length:
-            raise WorkerError(f"a block for layer {block.layer}, tokens to {block.stop}, has no place in its prompt")
+            raise WorkerError(f"a block for layer {block.layer}, tokens to {block.stop}, is outside {self._extent()}")
         into = self.slabs[block.layer][:, :, block.start : block.stop]
         if into.shape != block.kv.shape or into.dtype != block.kv.dtype:
             raise WorkerError(f"a block of shape {list(block.kv.shape)} where {list(into.shape)} is expected")
@@ -61,8 +61,11 @@ class Parcel:
     def mark(self, layer: int, start: int, stop: int) -> None:
         """These tokens of a layer are complete."""
         if not 0 <= layer < len(self._arrived) or not 0 <= start < stop <= self.length:
-            raise WorkerError(f"a block for layer {layer}, tokens {start} to {stop}, has no place in its prompt")
+            raise WorkerError(f"a block for layer {layer}, tokens {start} to {stop}, is outside {self._extent()}")
         self._arrived[layer].add((start, stop))
+
+    def _extent(self) -> str:
+        return f"its prompt of {self.length} tokens and {len(self._arrived)} layers"
 
     def restart(self) -> None:
         """Its prefill starts again on other workers; what is here stays, what the earlier ones have is lost."""

@@ -271,7 +271,10 @@ class PrefillEngine:
 
     def _impossible(self, task: PrefillTask) -> str:
         if not task.is_sound or task.length > self.shard.config.max_length:
-            return f"a prompt of {task.length} tokens in chunks to {task.ends} cannot be run"
+            return (
+                f"a prompt of {task.length} tokens in chunks that end at {list(task.ends)} cannot be run: ends must "
+                f"ascend to the prompt's length, which may be {self.shard.config.max_length} at most"
+            )
         if self._job_bytes(task) > self.shard.arena.num_bytes - self.shard.weights_bytes:
             return f"a prompt of {task.length} tokens is larger than the whole arena"
         if self.shard.workspace_bytes(task.widest, task.length) > self.shard.arena.workspace_bytes:

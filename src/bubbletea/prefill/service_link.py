@@ -191,9 +191,8 @@ class ServiceLink:
         if task.ticket:
             job, num_bytes = (task.job, task.attempt), task.length * len(layers) * served.kv_bytes_per_layer_token
             if not self.parts.open(task.ticket, job, task.length, layers, num_bytes):
-                self.failed(
-                    task, f"{self.parts.used_bytes} of {self.parts.budget_bytes} bytes for hand-offs are in use"
-                )
+                used = f"{self.parts.used_bytes} of {self.parts.budget_bytes} bytes for hand-offs are in use"
+                self.failed(task, f"{used}, and it needs {num_bytes}")
                 return
             for layer in layers if task.start else ():
                 self.parts.put(job, KvBlock(task.ticket, self._served.id, layer, 0, task.start, cached[layer]))

@@ -101,7 +101,7 @@ def run_flags(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="folder where workers find this service: their --filler-folder (default: one of this user on this host)",
     )
-    add("--workers-host", default="127.0.0.1", metavar="ADDRESS", help="address for workers")
+    add("--workers-host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on for workers")
     add("--workers-port", type=PORT, default=0, metavar="PORT", help="port for workers (default: any)")
     add("--certs", type=Path, metavar="DIR", help="the run's certificates, for workers on other hosts")
     add("--recipe", type=Path, metavar="FILE", help="the run's recipe, if it has one")

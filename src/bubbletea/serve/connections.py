@@ -214,4 +214,4 @@ class WorkerConnections(FrameServer):
             for num_tokens, took_ns in fields["loads"]:
                 listener.loaded(int(num_tokens), int(took_ns))
         elif frame.kind != DONE:
-            raise WorkerError(f"a frame of kind {frame.kind} from worker {member.name}")
+            raise WorkerError(f"unexpected frame of kind {frame.kind} from worker {member.name}")

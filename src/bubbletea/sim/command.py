@@ -102,8 +102,8 @@ def window_flags(parser: argparse.ArgumentParser) -> None:
         "--jitter",
         type=positive,
         metavar="X",
-        help="random spread of op and WAN times; bubbles are then predicted from earlier iterations, and the slowdown "
-        "of training is reported",
+        help="multiply op and WAN times by log-normal factors of sigma X; bubbles are then predicted from earlier "
+        "iterations, and the slowdown of training is reported",
     )
     add(
         "--slowdown",

@@ -35,8 +35,9 @@ class PagedCache:
         for name, layer in layers.items():
             if not hasattr(layer.impl, "do_kv_cache_update"):
                 raise ValueError(
-                    f"the attention backend of {name}, {type(layer.impl).__name__}, has no cache update of its own to"
-                    " write through: start vLLM with another --attention-backend"
+                    f"the attention backend of {name}, {type(layer.impl).__name__}, has no method "
+                    "do_kv_cache_update, which the connector needs to write to the cache: start vLLM with another "
+                    "--attention-backend"
                 )
 
     @property

@@ -308,7 +308,7 @@ def test_a_parcel_with_a_hole_is_not_complete() -> None:
         parcel.put(KvBlock("t", SERVED.id, layer, 0, 16, torch.zeros(2, 2, 16, 16)))
         parcel.put(KvBlock("t", SERVED.id, layer, 24, 40, torch.zeros(2, 2, 16, 16)))
     assert parcel.num_complete == 16
-    with pytest.raises(WorkerError, match="no place"):
+    with pytest.raises(WorkerError, match="outside its prompt of 40 tokens and 4 layers"):
         parcel.put(KvBlock("t", SERVED.id, 4, 0, 16, torch.zeros(2, 2, 16, 16)))
 
 

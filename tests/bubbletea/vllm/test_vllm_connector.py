@@ -327,7 +327,7 @@ def test_a_backend_without_a_cache_update_is_refused() -> None:
     class Bare:
         impl = object()
 
-    with pytest.raises(ValueError, match="no cache update"):
+    with pytest.raises(ValueError, match="no method do_kv_cache_update"):
         PagedCache({"model.layers.0.attn": Bare()}, SIZE)
     with pytest.raises(ValueError, match="not one of a plain decoder"):
         layer_index("encoder.attn")

@@ -64,7 +64,7 @@ class FetchFolder:
                 why, is_damaged = f"{store}/{blob.name}: {error.strerror or error}", False
         if is_damaged:
             raise AtlasError(
-                f"{why}. Copy the file back from a replica, or delete this checkpoint to resume from an earlier"
+                f"{why}. Copy the file back from a replica, or delete this checkpoint to resume from an earlier one"
             )
         raise WorkerError(f"{why}. The next attempt fetches the rest")
 

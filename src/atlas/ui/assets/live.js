@@ -65,7 +65,7 @@ function fillCards(state) {
     isSmall ? "Of the small model that runs on paced devices. At this iteration time the job itself trains on " + Math.round(whole).toLocaleString("en") + " tokens a second." : "Tokens trained on in a second");
   if (!idle(state)) card("loss", "loss", last.loss, known(last.loss) ? last.loss.toFixed(4) : "", "", spark(s.loss || []));
   const busy = known(run.utilization) ? run.utilization : plan ? plan.utilization : null;
-  card("busy", "accelerators busy", busy, known(busy) ? percent(busy) : "", plan && !idle(state) ? `predicted ${percent(plan.utilization)}` : "of the time they compute", busyBar(state), "Share of the time in which accelerators compute; the bar shows what they wait for");
+  card("busy", "accelerators busy", busy, known(busy) ? percent(busy) : "", plan && !idle(state) ? `predicted ${percent(plan.utilization)}` : "of the time", busyBar(state), "Share of the time in which accelerators compute; the bar shows what they wait for");
   const mfu = known(last.mfu) ? last.mfu : plan && !last.step ? plan.mfu : null;
   card("mfu", "MFU", mfu, known(mfu) ? percent(mfu) : "", plan && !idle(state) ? `predicted ${percent(plan.mfu)}` : "model FLOPs utilization", spark(s.mfu || []), "Model FLOPs utilization: useful FLOPs divided by what the GPUs could do");
   const links = state.links || [], busiest = links.reduce((a, b) => !a || b.load > a.load ? b : a, null);

@@ -132,7 +132,7 @@ function listenSearch() {
     if (input.value !== inspected.text) { inspected.text = input.value; inspected.matches = findOps(input.value); inspected.at = -1; }
     const count = inspected.matches.length;
     inspected.at = count ? (inspected.at + (event.shiftKey ? count - 1 : 1)) % count : -1;
-    $("found").textContent = count ? `${inspected.at + 1} of ${count}` : "none: write 3F17";
+    $("found").textContent = count ? `${inspected.at + 1} of ${count}` : "no such op";
     if (count) goTo(inspected.matches[inspected.at]);
   });
 }

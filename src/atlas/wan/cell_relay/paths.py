@@ -217,7 +217,7 @@ class SliceSender:
         now, departed = time.monotonic(), dict[int, list[tuple[int, int]]]()
         for number, offset, index in note.slices:
             if index >= len(self.paths):
-                raise WorkerError(f"a note about path {index} of {len(self.paths)} to {note.hops[-1]}")
+                raise WorkerError(f"a note about path {index} to {note.hops[-1]}: paths are 0 to {len(self.paths) - 1}")
             if note.kind == NoteKind.DEPARTED:
                 departed.setdefault(index, []).append((number, offset))
                 continue

@@ -103,7 +103,10 @@ def unpack_slice(data: memoryview) -> tuple[RelaySlice, memoryview]:
     hops, end = _unpack_hops(data[_SLICE.size :], num_hops)
     payload = data[_SLICE.size + end :]
     if len(payload) != num_bytes or num_bytes > MAX_CHUNK_BYTES or total > MAX_MESSAGE_BYTES:
-        raise WorkerError(f"a slice of {num_bytes} bytes has a payload of {len(payload)}")
+        raise WorkerError(
+            f"a slice of {num_bytes} bytes in a message of {total} has a payload of {len(payload)}; at most "
+            f"{MAX_CHUNK_BYTES} in {MAX_MESSAGE_BYTES} are allowed"
+        )
     if offset + num_bytes > total:
         raise WorkerError(f"a slice ends at byte {offset + num_bytes} of a message of {total}")
     a, b, c, d = tag
@@ -121,7 +124,7 @@ def unpack_note(data: memoryview) -> Note:
     lane, kind, amount, *tag, num_hops, num_slices = _NOTE.unpack_from(data)
     end = _NOTE.size + num_slices * _DONE.size
     if not 1 <= kind <= NoteKind.FAILED or num_slices > MAX_DONE or end > len(data):
-        raise WorkerError(f"a note of kind {kind} about {num_slices} slices")
+        raise WorkerError(f"a note of kind {kind} about {num_slices} slices in {len(data)} bytes is not valid")
     slices = tuple(_DONE.unpack_from(data, at) for at in range(_NOTE.size, end, _DONE.size))
     hops, _ = _unpack_hops(data[end:], num_hops)
     return Note(kind, hops, lane, slices, amount, (tag[0], tag[1], tag[2], tag[3]))

@@ -47,7 +47,7 @@ def _timed_blocks(sock: socket.socket, seconds: float, block_bytes: int) -> dict
         if readable:
             data = sock.recv(1 << 16)
             if not data:
-                raise ProbeError("the other end stopped answering blocks")
+                raise ProbeError("the other end closed the connection while packets were recorded")
             answer += data
             if (again := _retransmits(sock)) > retrans:
                 retrans, resent_until = again, len(sent)

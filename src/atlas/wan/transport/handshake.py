@@ -136,7 +136,8 @@ def _accepted(answer: bytes, mine: Greeting) -> Greeting:
         reason = REASONS.get(answer[0], "no reason given")
         raise RefusedError(f"{mine.peer} refuses: {reason}", final=answer[0] not in RETRY)
     if theirs.name != mine.peer or theirs.epoch != mine.epoch:
-        raise RefusedError(f"{mine.peer} answers as {theirs.name} of epoch {theirs.epoch}", final=True)
+        found = f"{theirs.name} of epoch {theirs.epoch}"
+        raise RefusedError(f"{mine.peer} of epoch {mine.epoch} was dialled, and {found} answers", final=True)
     return theirs
 
 
