@@ -89,7 +89,7 @@ def search_flags(parser: argparse.ArgumentParser) -> None:
         "--tries",
         type=ranged("tries"),
         metavar="N",
-        help="orders that the schedule search may try (default: by the job's size)",
+        help="about how many orders the schedule search tries (default: by the job's size)",
     )
 
 

@@ -259,6 +259,18 @@ def test_an_agent_that_cannot_forward_messages_ends() -> None:
     assert not thread.is_alive()
 
 
+@pytest.mark.parametrize(
+    ("code", "expected"), [(75, r"stopped\. Start again when the rendezvous answers"), (2, r"stopped$")]
+)
+def test_only_a_launcher_whose_refusal_is_not_final_says_start_again(code: int, expected: str) -> None:
+    channel = FullChannel()
+    channel.inbox.put({"gone": "west was not admitted", "code": code})
+    client = cast(Any, SimpleNamespace(channel=channel, close=lambda: None))
+    with pytest.raises(AtlasError, match=expected) as error:
+        Agent(AgentSettings(WEST), client, Security(), lambda line: None).run()
+    assert error.value.exit_code == code
+
+
 def test_the_stall_report_names_a_worker_that_cannot_be_asked() -> None:
     said: list[str] = []
 

@@ -83,7 +83,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--tries",
         type=ranged("plan.tries"),
         metavar="N",
-        help="orders that the schedule search of the best plan may try (default: by the job's size; 0: no search)",
+        help="about how many orders the search for the plan's schedule tries (0: none; default: by the job's size)",
     )
     add("--seed", type=ranged("seed"), default=0, metavar="N", help="seed of that search")
     add(

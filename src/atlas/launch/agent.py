@@ -130,11 +130,12 @@ class Agent:
             while True:
                 message = self._next()
                 if "gone" in message:
-                    kind = StartAgainError if message.get("code", START_AGAIN) == START_AGAIN else AtlasError
-                    other = "coordinator" if self.settings.apart else "rendezvous"
-                    without = "" if self.settings.apart else ", or with --without NAME and another --rendezvous"
-                    text = f"{message['gone']}. This datacenter's workers were stopped. Start again when the {other} "
-                    raise kind(f"{text}answers{without}")
+                    text = f"{message['gone']}. This datacenter's workers were stopped"
+                    if message.get("code", START_AGAIN) != START_AGAIN:
+                        raise AtlasError(text)
+                    lost = ("rendezvous", ", or with --without NAME and another --rendezvous")
+                    other, without = ("coordinator", "") if self.settings.apart else lost
+                    raise StartAgainError(f"{text}. Start again when the {other} answers{without}")
                 if "finish" in message:
                     return self._finish(message["finish"])
                 self._handle(message)
@@ -196,9 +197,8 @@ class Agent:
         except AtlasError as error:
             self._reply(attempt, {"error": str(error), "user_error": not isinstance(error, WorkerError)})
         except OSError as error:
-            where = error.filename or self.settings.network.listen
-            text = f"{where}: {error.strerror or error}. Fix it and start again"
-            self._reply(attempt, {"error": text, "user_error": True})
+            what = f"{error.filename or self.settings.network.listen}: {error.strerror or error}"
+            self._reply(attempt, {"error": f"{what}. Fix it and start again", "user_error": True})
 
     def _reply(self, attempt: _Attempt, message: Message) -> None:
         self._client.channel.send({"epoch": attempt.epoch, **message})

@@ -21,7 +21,7 @@ from atlas.schedules.varuna import varuna
 from atlas.schedules.zero_bubble import zero_bubble_order
 
 SEARCHED = 0.75
-"""Share of the budget for the search over all families; zero bubble's own search has a third of the budget."""
+"""Share of the budget for the search over all families; zero bubble's own search has half of the budget."""
 MANY_EVENTS = 200_000
 """Of larger Programs one order of a grid point is kept, and none is remembered: each is many megabytes."""
 LIMITS, POINTS = 8, 2
