@@ -44,7 +44,7 @@ def find_run(source: Path) -> RunFiles:
     if source.is_file():
         return RunFiles(source)
     if not source.is_dir():
-        raise AtlasError(f"{source}: there is no such file or folder. Name a timeline file or the folder of a run")
+        raise AtlasError(f"{source}: there is no such file or folder. Check the path")
     record = _record(source / RECORD)
     timeline = _first(source, TIMELINES, "*.timeline")
     if timeline is None and not record:

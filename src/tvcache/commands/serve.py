@@ -1,6 +1,6 @@
 """Serve a cache over HTTP.
 
-It listens on this machine only, unless --host is given; then every request needs a token (--token-file or
+It listens on this machine only, unless --host is another address; then every request needs a token (--token-file or
 $TVCACHE_TOKEN), and --cert and --key enable HTTPS. Values are written to the log before they are acknowledged, so a
 restarted server has them all. With --peer it also copies the values of other servers, in the background.
 http://127.0.0.1:8765/ shows the tree of calls, /metrics the Prometheus metrics.
