@@ -15,7 +15,7 @@ the median of the iterations that lie inside it. The slowdown is the median of t
 the control's turns. Its bar is the spread of the turns without callers (largest over smallest), and at least 0.5 %.
 
 The ports of the emulated network are visited last, for memory only: it stands for cables, forwards whatever comes, and
-callers there take emulated bandwidth and the time of its one loop. Their figure has no bar.
+callers there take emulated bandwidth and the time of its single event loop. Their figure has no bar.
 
 The bars: no process grows by more than 50 MB; the slowdown is within the spread; the service answers afterwards (200,
 or a refusal with its reason on a host that is too busy for training and prefill).
