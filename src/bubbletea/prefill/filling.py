@@ -1,8 +1,8 @@
 """Fills one wait: runs pieces of prefill as long as the predicted end of each, plus a margin, is before the end of the
 wait that the guard predicts. The last piece is cut to the remaining time; no piece starts after the input has arrived.
 
-On a device with a queue the next pieces are queued before the current one ends, so that the device does not idle between
-them. Knows pieces, the guard and the clock; not requests.
+On a device with a queue the next pieces are queued before the current one ends, so that the device does not idle
+between them. Knows pieces, the guard and the clock; not requests.
 """
 
 from __future__ import annotations
