@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.responses import JSONResponse
 
 from bubbletea.serve.prefills import HandedBack, Refused
-from bubbletea.serve.schema import NOT_HERE, PARTS
+from bubbletea.serve.schema import NOT_HERE, OF_THE_PROMPT, PARTS
 
 TYPES = {
     401: "authentication_error",
@@ -83,7 +83,7 @@ def of_validation(error: ValidationError, model: type[BaseModel]) -> ApiError:
         return _unknown(path[-1], ".".join([*path[:-1][:2], path[-1]]), known)
     if field is not None and field.description == NOT_HERE:
         said = "not supported here. Leave it out"
-        if known is model:  # a field of the request: what chooses tokens, or describes them
+        if known is model and path[0] not in OF_THE_PROMPT:  # what chooses tokens, or describes them
             said = "the embedded decoder does not have it. Leave it out, or decode with vLLM behind the hand-off"
     else:
         # A message may quote the request, with characters that are not allowed in a header or log.

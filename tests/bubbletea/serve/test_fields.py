@@ -310,6 +310,8 @@ def test_in_the_prefill_role_decoding_is_left_to_the_engine(service: Serving, en
         ("chat", {"messages": [{"role": "user", "content": "a", "name": "a"}]}, "messages.0.name", ""),
         ("chat", {"messages": [{"role": "tool", "content": "a"}]}, "messages.0.role", ""),
         ("chat", {"stream_options": {"include_usage": True}}, "stream_options", "stream"),
+        ("completions", {"logprobs": 3}, "logprobs", "decode with vLLM"),
+        ("completions", {"suffix": "a"}, "suffix", "suffix: not supported here. Leave it out"),
         ("completions", {"stream": "yes"}, "stream", ""),
         ("completions", {"stop": ["a"] * 5}, "stop", "at most 4 items"),
         ("completions", {"max_tokens": 2, "max_completion_tokens": 3}, "max_completion_tokens", "max_tokens"),
