@@ -44,8 +44,8 @@ MAX_EVENTS = 10_000_000
 SEARCH_EVENTS = 20_000_000
 """Events that a search with the default budget simulates: a few seconds for any size of job."""
 MIN_TRIES, MAX_TRIES = 24, 600
-"""Tries of the default budget: as many as a candidate of a plan gets (`planner.search.FEW`), and the point from which
-orders hardly improve; chosen by hand."""
+"""Least and most tries of the default budget, chosen by hand: a candidate of a plan gets the least
+(`planner.search.FEW`); `bench/optimum.py` compares the most with the exact optimum."""
 
 
 # ---- results -------------------------------------------------------------------------------------------------------

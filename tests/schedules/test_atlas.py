@@ -82,7 +82,7 @@ def test_a_larger_budget_is_never_worse():
 
 def test_the_search_finds_orders_that_no_fixed_priority_gives():
     setting = setting_of(3, 12, 2, 3, budget=2000)
-    rules_only = search(setting, Family(splits=(True, False), sharings=(True, False)), stop_ns=10**18)
+    rules_only = search(setting, Family(splits=(True, False), sharings=(True, False)), stop_ns=10**18)[-1]
     assert time_of(setting, atlas(setting)) < rules_only.makespan_ns
 
 
@@ -133,7 +133,7 @@ def against_the_optimum(
     # With one way only to use the links both sides face the same problem: turns, never interrupted.
     setting = Setting(layout, turns, turns, Memory(cap), recompute=recompute, budget=600)
     ours = time_of(setting, atlas(setting))
-    searched = search(setting, Family(splits=(True, False), sharings=(True, False))).makespan_ns
+    searched = search(setting, Family(splits=(True, False), sharings=(True, False)))[-1].makespan_ns
     solved = [
         optimum(layout, turns, cap=cap, recompute=recompute, split=split, seconds=20.0, upper_ns=2 * ours)
         for split in (True, False)
