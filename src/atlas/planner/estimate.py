@@ -25,7 +25,7 @@ from atlas.cost.model_arrays import FORWARD, INPUT, RECOMPUTE, UPDATE, WEIGHT, M
 from atlas.cost.price import sent_bytes
 from atlas.cost.runtimes import RUNTIMES
 from atlas.planner.floor import Floors
-from atlas.planner.shapes import Shape
+from atlas.planner.shapes import PipelineShape
 from atlas.planner.space import Space
 from atlas.planner.split import Split, busy_seconds, split_layers
 
@@ -34,13 +34,13 @@ LOCKSTEP = 1.5
 
 
 @dataclass(frozen=True, eq=False)
-class Batch:
+class PipelineBatch:
     """Pipelines of one tp, microbatch size and depth."""
 
     tp: int
     microbatch: int
     depth: int
-    shapes: list[Shape]
+    shapes: list[PipelineShape]
     shape: Ints
     """[v]"""
     replicas: Ints
@@ -78,21 +78,21 @@ class Estimate:
         return self.floors.iteration_s(v, self.num_microbatches[v])
 
 
-def estimate(space: Space, cluster: ClusterArrays, model: ModelArrays, batch: Batch) -> Estimate:
+def estimate(space: Space, cluster: ClusterArrays, model: ModelArrays, batch: PipelineBatch) -> Estimate:
     """Every variant of a batch."""
     job, v = space.job, batch.shape
     dc = np.array([[i for i, stages in shape for _ in range(stages)] for shape in batch.shapes], np.int64)
     split, u = _split(cluster, model, batch, dc)
     seconds = busy_seconds(model, split.dc, split.layers)
     forward_s, backward_s, held = seconds[FORWARD], seconds[INPUT] + seconds[WEIGHT], split.held[u]
-    hops = _Hops(space, cluster, batch, dc)
+    hops = _HopSeconds(space, cluster, batch, dc)
     runtime = RUNTIMES[job.runtime]
     work_s = model.microbatch_s(seconds)
     through_s = (forward_s + backward_s).sum(axis=1)[u] + hops.way_s.sum(axis=1) + hops.turn_s
     # From a stage's forward to its backward's end: everything behind it, and the way there and back.
     behind_s = np.cumsum(work_s[:, ::-1], axis=1)[:, ::-1][u]
     behind_s[:, :-1] += np.cumsum(hops.way_s[:, ::-1], axis=1)[:, ::-1]
-    slots = space.slots(batch.microbatch)
+    slots = space.total_microbatches(batch.microbatch)
     num_mb = -(-slots // batch.replicas)
     period_s = work_s.max(axis=1)[u]
     if batch.depth > 1 and runtime.sender_waits:
@@ -140,7 +140,7 @@ def estimate(space: Space, cluster: ClusterArrays, model: ModelArrays, batch: Ba
     )
 
 
-def _split(cluster: ClusterArrays, model: ModelArrays, batch: Batch, dc: Ints) -> tuple[Split, Ints]:
+def _split(cluster: ClusterArrays, model: ModelArrays, batch: PipelineBatch, dc: Ints) -> tuple[Split, Ints]:
     """The layers of each sort of pipelines, and the sort of each variant [v]. Memory depends on the shape; with ZeRO-1
     also on the number of replicas, which divide the optimizer state."""
     if not model.job.zero:
@@ -151,7 +151,9 @@ def _split(cluster: ClusterArrays, model: ModelArrays, batch: Batch, dc: Ints) -
     return split, split.sort[row.ravel()]
 
 
-def _ring_s(cluster: ClusterArrays, model: ModelArrays, batch: Batch, dc: Ints, split: Split, u: Ints) -> Floats:
+def _ring_s(
+    cluster: ClusterArrays, model: ModelArrays, batch: PipelineBatch, dc: Ints, split: Split, u: Ints
+) -> Floats:
     """[v, s]: the ring all-reduce of each stage inside its datacenter. Tied embeddings are left to the simulator."""
     end = np.cumsum(split.layers, axis=1)
     params = model.stage_params(split.dc, end - split.layers, end, one_worker=batch.depth == 1)
@@ -159,11 +161,11 @@ def _ring_s(cluster: ClusterArrays, model: ModelArrays, batch: Batch, dc: Ints, 
     return np.asarray(ring_s(cluster, batch.tp, dc[batch.shape], batch.replicas[:, None], gradients))
 
 
-class _Hops:
+class _HopSeconds:
     """[v, b]: seconds of one microbatch on its way to the next stage and back. Few boundaries cross a WAN: only those
     are priced as WAN transfers."""
 
-    def __init__(self, space: Space, cluster: ClusterArrays, batch: Batch, dc: Ints) -> None:
+    def __init__(self, space: Space, cluster: ClusterArrays, batch: PipelineBatch, dc: Ints) -> None:
         one = space.job.model_copy(update={"tp": batch.tp, "microbatch": batch.microbatch})
         bits, shape, stages = 8 * sent_bytes(one), batch.shape, stages_beside(dc)[batch.shape]
         dcs, workers = dc[shape], stages * batch.replicas[:, None]

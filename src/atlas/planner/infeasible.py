@@ -14,23 +14,23 @@ import numpy as np
 from atlas.cost.cluster_arrays import GIB, ClusterArrays, cluster_arrays
 from atlas.cost.compute import model_params
 from atlas.errors import InfeasibleError
-from atlas.planner.pool import depths, frames
+from atlas.planner.estimated_candidates import depths, worker_setups
 from atlas.planner.space import Space, space_of
 from atlas.planner.split import split_layers
 from atlas.spec import Job, Link
 
 
 def feasible(space: Space, cluster: ClusterArrays) -> bool:
-    """Whether one replica of anything fits; with ZeRO-1, as many as there is room for."""
-    for frame in frames(space, cluster):
-        for depth in depths(space, cluster, frame):
-            shapes = frame.shapes.of(depth, 1)
+    """Whether one replica of anything fits; with ZeRO-1, as many as there are workers for."""
+    for setup in worker_setups(space, cluster):
+        for depth in depths(space, cluster, setup):
+            shapes = setup.shapes.of(depth, 1)
             if not shapes:
                 continue
             dc = np.array([[i for i, stages in shape for _ in range(stages)] for shape in shapes], np.int64)
-            room = [min(int(frame.shapes.workers[i]) // stages for i, stages in shape) for shape in shapes]
-            shards = np.array(room, np.int64) if space.job.zero else None
-            if split_layers(cluster, frame.model, dc, shards).held.any():
+            replicas = [min(int(setup.shapes.workers[i]) // stages for i, stages in shape) for shape in shapes]
+            shards = np.array(replicas, np.int64) if space.job.zero else None
+            if split_layers(cluster, setup.model, dc, shards).held.any():
                 return True
     return False
 

@@ -68,7 +68,7 @@ class Space:
         """Whether pipelines of these groups may take turns on the WAN."""
         return self.tcp == "many" and any(group.num_hops and group.pipelines_per_cell > 1 for group in groups)
 
-    def slots(self, microbatch: int) -> int:
+    def total_microbatches(self, microbatch: int) -> int:
         """Microbatches of one iteration, over all replicas."""
         return self.sequences // microbatch
 

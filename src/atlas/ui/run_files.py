@@ -87,7 +87,7 @@ def read_facts(folder: Path) -> PageFacts | None:
         return None
 
 
-class _Tail:
+class _NewLines:
     """The new complete lines of a file that grows, or was emptied or replaced."""
 
     def __init__(self, path: Path) -> None:
@@ -125,11 +125,11 @@ class FolderFollower:
         if found is not None and timeline is not None and timeline.is_file() and not is_journal(timeline):
             self._fixed, timeline = load_timeline(timeline), None
         self._journal = JournalTail(timeline or folder / TIMELINE, last=MAX_ITERATIONS)
-        self._timelines = _Tail(timeline or folder / TIMELINE)
+        self._timelines = _NewLines(timeline or folder / TIMELINE)
         log = found.log if found is not None and found.log is not None else folder / STEPS
         # Beside a timeline file that is given alone there may be files of another run.
         names = (log, folder / EVENTS, folder / "run.json") if source.is_dir() else [folder / "none"] * 3
-        self._steps, self._events, self._record = _Tail(names[0]), _Tail(names[1]), names[2]
+        self._steps, self._events, self._record = _NewLines(names[0]), _NewLines(names[1]), names[2]
         self._record_time = 0
         self._begin(found.job if found is not None else folder / JOB, folder)
 

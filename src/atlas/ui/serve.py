@@ -21,7 +21,7 @@ from atlas.ui.live_run import LiveRun
 from atlas.ui.remote import RemoteFollower
 from atlas.ui.run_files import FACTS, JOB, FolderFollower, PageFacts, read_service
 from atlas.ui.run_model import RunModel
-from atlas.ui.server import Answer, PageServer
+from atlas.ui.server import PageServer, PostHandler
 from atlas.ui.service import ServiceFollower
 from atlas.ui.whatif import WhatIfDesk
 from atlas.view.page import asset, empty_header, filled, json_element, page_script
@@ -109,7 +109,7 @@ class ServedPage(Closing):
             self.run.set_service(service.poll() if service.url else None)
 
     # ---- what-if -----------------------------------------------------------------------------------------------------
-    def _answers(self) -> dict[str, Answer]:
+    def _answers(self) -> dict[str, PostHandler]:
         paths = {"sliders": "sliders", "quick": "quick", "search": "search", "job": "job_file"}
         return {f"/api/whatif/{path}": partial(self._answer, name) for path, name in paths.items()}
 

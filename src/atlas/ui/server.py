@@ -37,7 +37,7 @@ POLICY = (
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 
-Answer = Callable[[dict[str, Any]], dict[str, Any]]
+PostHandler = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 class PageServer(ThreadingHTTPServer):
@@ -50,7 +50,7 @@ class PageServer(ThreadingHTTPServer):
         self,
         run: LiveRun,
         page: Callable[[], str],
-        answers: dict[str, Answer],
+        answers: dict[str, PostHandler],
         host: str = "127.0.0.1",
         port: int = 0,
         token: str = "",

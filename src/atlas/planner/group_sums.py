@@ -157,7 +157,7 @@ def _lane_s(cluster: ClusterArrays, candidate: Candidate, pair: tuple[int, int],
     return max(*ends, path, 8 * sent.total / float(cluster.trunk_bps[pair]))
 
 
-def meeting_s(cluster: ClusterArrays, piece_bytes: Floats, candidate: Candidate) -> list[Floats] | None:
+def group_sum_s(cluster: ClusterArrays, piece_bytes: Floats, candidate: Candidate) -> list[Floats] | None:
     """By group and stage: seconds that the ring takes; None where two neighbours of it have no path. `piece_bytes`: the
     gradient of each piece of the model (`ModelArrays.gradient_bytes`)."""
     count = len(candidate.groups)
@@ -208,7 +208,7 @@ class GroupWaits(NamedTuple):
 def group_waits(jobs: Sequence[Job], done_s: list[Floats], tcp: str) -> list[GroupWaits]:
     """Of each group of a job that is to be executed. `done_s`: by group and stage, its last backward."""
     candidate, cluster = candidate_of_jobs(jobs, tcp), cluster_arrays(jobs[0])
-    between = meeting_s(cluster, model_arrays(jobs[0], cluster).gradient_bytes, candidate)
+    between = group_sum_s(cluster, model_arrays(jobs[0], cluster).gradient_bytes, candidate)
     assert between is not None, "the planner has refused groups without a path"
     ends = [cluster.index[group.stage_dc[-1]] for group in candidate.groups]
     return [
@@ -245,7 +245,7 @@ def candidate_of_jobs(jobs: Sequence[Job], tcp: str) -> Candidate:
     return Candidate(jobs[0].tp, jobs[0].microbatch, groups, tcp="one" if tcp == "one" else "many")
 
 
-def meeting_usd(
+def group_sum_usd(
     cluster: ClusterArrays, piece_bytes: Floats, candidate: Candidate
 ) -> tuple[float, dict[tuple[str, str], float]]:
     """(dollars, bytes by link) that the ring sends over the WAN in one iteration."""
