@@ -23,8 +23,10 @@ from atlas.spec.job import Route
 STEPS = 6
 """Bisection steps: they narrow a factor of 256 to about 10 %."""
 WIDEST = 256.0
-"""The largest factor on a figure that is tried."""
-MOST_S = 13.0
+"""The largest factor on bandwidth and latency that is tried."""
+MOST_NODES = 64.0
+"""The largest factor on the nodes of a datacenter that is tried."""
+CPU_LIMIT_S = 13.0
 """CPU time of all searches together. A question whose share of it is used up is answered by a range."""
 
 
@@ -119,7 +121,7 @@ def break_even(
     alone, together = families.alone, families.together
     if alone is None or together is None or planned.objective.has_limits:
         return []
-    end = time.process_time() + MOST_S
+    end = time.process_time() + CPU_LIMIT_S
     comparison = _RegionComparison(families, progress, end)
     try:
         plain = comparison.best(planned.job, "pipeline")
@@ -136,7 +138,7 @@ def break_even(
         try:
             found.append(questions[what](comparison, wins))
         except TimeoutError:
-            found.append(BreakEven(what, None, f"{what}: not found within {MOST_S:g} s of CPU time."))
+            found.append(BreakEven(what, None, f"{what}: not found within {CPU_LIMIT_S:g} s of CPU time."))
         except KeyboardInterrupt:
             break
     return found
@@ -226,13 +228,14 @@ def _gpus(comparison: _RegionComparison, wins: bool) -> BreakEven:
         job = job_of(factor)
         return any(comparison.winners(job, comparison.best(job, "one")))
 
-    most = WIDEST / 4
-    threshold = _threshold(wins_at, wins, 1 / dc.nodes if wins else most)
+    threshold = _threshold(wins_at, wins, 1 / dc.nodes if wins else MOST_NODES)
     now = dc.nodes * dc.gpus_per_node
     if threshold is None:
         if wins:
             return BreakEven("gpus", None, f"GPUs in {dc.name}: worth it from the first node on (now {now}).")
-        return BreakEven("gpus", None, f"GPUs in {dc.name}: up to {now * most:,.0f} do not change it (now {now}).")
+        return BreakEven(
+            "gpus", None, f"GPUs in {dc.name}: up to {now * MOST_NODES:,.0f} do not change it (now {now})."
+        )
     near, count = (max(1, round(dc.nodes * factor)) * dc.gpus_per_node for factor in (threshold.near, threshold.far))
     word = f"with {count:,} or fewer" if wins else f"from {count:,} on"
     if not threshold.is_exact:

@@ -20,7 +20,7 @@ from atlas.planner.families import Families, find_families
 from atlas.planner.judge import SimulatedCandidate
 from atlas.planner.plan_simulation import PlanSimulation
 from atlas.planner.run import PercentileChoice, SearchResult, make_plan
-from atlas.planner.search import FEW, ScheduledCandidate, Search
+from atlas.planner.search import FEW_TRIES, ScheduledCandidate, Search
 from atlas.sim.weather import WeatherRuns
 from atlas.spec import Job
 
@@ -123,7 +123,7 @@ def _contenders(families: Families, by_constants: SimulatedCandidate) -> list[Ca
 def _scheduled(search: Search, planned: SearchResult, candidate: Candidate) -> ScheduledCandidate:
     if candidate == planned.winner.candidate and planned.simulation is not None:
         return ScheduledCandidate(planned.winner, planned.schedule, planned.tries, planned.simulation)
-    return search.schedule(candidate, min(FEW, planned.tries) if planned.tries else 0)
+    return search.schedule(candidate, min(FEW_TRIES, planned.tries) if planned.tries else 0)
 
 
 def _score(planned: SearchResult, percentile_s: float, scheduled: ScheduledCandidate) -> float:

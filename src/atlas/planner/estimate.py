@@ -7,8 +7,9 @@
               fewer microbatches than a round trip needs
     closing   the all-reduce and the optimizer of whichever stage ends last
 
-Made of the same pieces as `cost.price`: `cost.model_arrays`, `cost.rates` and `cost.memory`. It ignores that an order
-must keep all these limits at once, so it is a few per cent too low, most where hops are long and microbatches are few.
+Made of the same pieces as `cost.price`: `cost.model_arrays`, `cost.cluster_arrays` and `cost.memory`. It ignores that
+an order must keep all these limits at once, so it is a few per cent too low, most where hops are long and microbatches
+are few.
 
 Index legend: n pipeline shape, v variant of one (replicas, pipelines per cell), s stage, b boundary.
 """
@@ -29,8 +30,9 @@ from atlas.planner.shapes import PipelineShape
 from atlas.planner.space import Space
 from atlas.planner.split import Split, busy_seconds, split_layers
 
-LOCKSTEP = 1.5
-"""Periods that a microbatch takes at least where memory is short; measured on `schedules.eager`, not derived."""
+LOCKSTEP, STRETCH = 1.5, 1.1
+"""Where memory holds fewer microbatches than a round trip needs: periods that a microbatch takes at least, and the
+factor on round trip / microbatches held. Measured on `schedules.eager`, not derived."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +108,7 @@ def estimate(space: Space, cluster: ClusterArrays, model: ModelArrays, batch: Pi
     # Where memory holds fewer microbatches than a round trip needs, neighbours go in lockstep: more than in proportion.
     short = behind_s.max(axis=1) / (np.maximum(held, 1) * period_s)
     stalls = (short > 1) & (num_mb > held)
-    period_s = np.where(stalls, period_s * np.maximum(LOCKSTEP, 1.1 * short), period_s)
+    period_s = np.where(stalls, period_s * np.maximum(LOCKSTEP, STRETCH * short), period_s)
     own_closing_s = _ring_s(cluster, model, batch, dc, split, u) + seconds[UPDATE][u]
     # A stage's all-reduce hides behind the gradients that still travel to stage 0.
     drain_s = np.zeros((len(v), batch.depth))

@@ -15,7 +15,7 @@ from atlas.evaluate import Progress
 from atlas.planner.candidate import KINDS
 from atlas.planner.judge import SimulatedCandidate
 from atlas.planner.run import SearchResult, make_plan
-from atlas.planner.search import FEW
+from atlas.planner.search import FEW_TRIES
 from atlas.spec import Job, Link
 from atlas.spec.job import Wan
 
@@ -23,6 +23,9 @@ MANY_DCS = 8
 """From this many datacenters on, the best plans of families are taken from the common search."""
 INNER_STEPS = 100
 """Iterations between two exchanges of low-communication training (H); DiLoCo reports 50 to 500 (arXiv 2311.08105)."""
+
+ROUNDING = 1e-6
+"""A family's own plan replaces the winner only if it scores lower by more than this share."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +83,7 @@ def find_families(
                 keep=keep,
                 global_batch=global_batch or planned.space.sequences,
                 tcp=planned.space.tcp,
-                tries=FEW if tries is None else min(FEW, tries),
+                tries=FEW_TRIES if tries is None else min(FEW_TRIES, tries),
                 seed=planned.seed,
                 progress=progress,
                 kind=kind,
@@ -93,7 +96,7 @@ def find_families(
             continue
         if near is None or score(planned, found.winner) <= score(planned, near):
             best[kind] = found.winner
-        if score(planned, found.winner) < (1 - 1e-6) * score(planned, winner.winner):
+        if score(planned, found.winner) < (1 - ROUNDING) * score(planned, winner.winner):
             rivals = tuple(sorted([winner.winner, *winner.rivals, *found.rivals], key=lambda j: score(planned, j)))
             winner = replace(found, space=planned.space, rivals=rivals)
     low = None if winner.interrupted else _low_communication(planned, global_batch, progress)

@@ -20,10 +20,13 @@ from atlas.planner.shapes import FEW_DCS, FEW_WORKERS
 from atlas.planner.space import Space
 
 MAX_TOURS = 6
+"""Tours of the first ones, and of the last, that sets follow on many datacenters; besides these the first of all."""
 MAX_PARTS = 8
 """A group of up to this many datacenters is always tried; memory and distance may need more."""
-FEW_REGIONS = 3
+FEW_REGIONS, WORKER_SHARES = 3, (1, 2, 4, 8)
 """Up to this many datacenters, groups of all, a half, a quarter and an eighth of many workers are combined too."""
+MAX_TOUR_CELL = 8
+"""Pipelines of one cell along a tour."""
 MAX_COMBINATIONS = 20_000
 """Combinations of groups of one set of datacenters each, the best groups first."""
 
@@ -52,7 +55,9 @@ def every_group(
             groups = dict.fromkeys(_groups(space, setup, few, order, depth, range(1, FEW_WORKERS + 1)))
             most = max(workers[i] for i in order)
             if most > FEW_WORKERS and cluster.num_dcs <= FEW_REGIONS:
-                groups |= dict.fromkeys(_groups(space, setup, workers, order, depth, {most >> k for k in range(4)}))
+                groups |= dict.fromkeys(
+                    _groups(space, setup, workers, order, depth, {most // share for share in WORKER_SHARES})
+                )
             if groups:
                 found.setdefault(frozenset(order), []).extend(groups)
     return found
@@ -167,4 +172,4 @@ def _dealt(workers: tuple[int, ...], depth: int, replicas: int) -> tuple[tuple[i
         more = min(left, n // replicas - stages[k])
         stages[k] += more
         left -= more
-    return tuple(stages), replicas, max(c for c in range(1, min(8, replicas) + 1) if replicas % c == 0)
+    return tuple(stages), replicas, max(c for c in range(1, min(MAX_TOUR_CELL, replicas) + 1) if replicas % c == 0)

@@ -34,6 +34,7 @@ from atlas.spec import Job
 from atlas.spec.job import MAX_MICROBATCHES
 
 TERA = 1e12
+"""Tokens of the price of training that is reported."""
 MANY_EVENTS = 25_000
 """Longer runs are simulated up to this many events and extrapolated with their steady period; the winner is simulated
 exactly."""

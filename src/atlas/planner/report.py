@@ -24,6 +24,12 @@ SPENT_ON = {
     "step": "optimizer",
 }
 
+"""Parts of the critical path (`Figures.parts_s`), as tables call them."""
+SAME = 0.0005
+"""Plans whose times, or dollars, differ by less than this share are called equal."""
+ROUNDING = 1e-9
+"""Dollars, and shares of them, that may come from rounding."""
+
 
 def rows(planned: SearchResult) -> list[dict[str, Any]]:
     """The winner, then its rivals; see `distinct`."""
@@ -56,15 +62,15 @@ def why_lost(rival: SimulatedCandidate, best: SimulatedCandidate, objective: Obj
     if objective.minimise == "cost":
         ratio = its.usd_per_iteration / mine.usd_per_iteration if mine.usd_per_iteration else 1.0
         what = "egress" if its.egress_usd - mine.egress_usd > its.rent_usd - mine.rent_usd else "rent"
-        if ratio < 1.0005:
-            return "as cheap, slower" if its.iteration_s > 1.0005 * mine.iteration_s else "as cheap"
+        if ratio < 1 + SAME:
+            return "as cheap, slower" if its.iteration_s > (1 + SAME) * mine.iteration_s else "as cheap"
         return _times(ratio, "the dollars") + f", most of it {what}"
     ratio = its.iteration_s / mine.iteration_s
-    if ratio < 0.9995:
+    if ratio < 1 - SAME:
         return "slower once its order is searched"
-    if ratio < 1.0005:
+    if ratio < 1 + SAME:
         more = its.usd_per_iteration - mine.usd_per_iteration
-        return "as fast, costs more" if more > 1e-9 else "as fast"
+        return "as fast, costs more" if more > ROUNDING else "as fast"
     part, more_s = max(_differences(its, mine).items(), key=lambda item: item[1])
     return f"{_times(ratio, 'slower')} (+{_seconds(more_s)} {SPENT_ON[part]})"
 
@@ -106,7 +112,7 @@ def front(planned: SearchResult) -> list[SimulatedCandidate]:
         if (energy := energy_of(planned.job.cluster, judged)) is not None:
             goals += (energy.watts * judged.figures.iteration_s, energy.fabric_usd)
         if not any(
-            all(mine >= its * (1 - 1e-9) for mine, its in zip(goals, others, strict=True)) for _, others in found
+            all(mine >= its * (1 - ROUNDING) for mine, its in zip(goals, others, strict=True)) for _, others in found
         ):
             found.append((judged, goals))
     return [judged for judged, _ in found]

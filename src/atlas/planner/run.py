@@ -25,7 +25,7 @@ from atlas.planner.judge import SimulatedCandidate, judge
 from atlas.planner.objective import Objective, require_prices
 from atlas.planner.plan_simulation import PlanSimulation
 from atlas.planner.pruning import undominated
-from atlas.planner.search import FEW, LEAST, ScheduledCandidate, Search, events
+from atlas.planner.search import FEW_TRIES, MIN_SEARCHED, ScheduledCandidate, Search, events
 from atlas.planner.shapes import FEW_DCS
 from atlas.planner.space import Space, space_of
 from atlas.planner.strategies import STRATEGIES
@@ -34,6 +34,10 @@ from atlas.spec import Job
 
 POLISH_EVENTS = 1_000_000
 """Events that the schedule search of a finalist may simulate: less than a second."""
+MAX_TRIES = 150
+"""Tries of a finalist's schedule search, where POLISH_EVENTS allows them (docs/design.md)."""
+COLLECT_AFTER = 200_000
+"""Objects made between two garbage collections of a search. Python's default is 700 to 2,000."""
 NEAR = 1.08
 """Finalists score within this factor of the first: more tries gain less than that."""
 FINALISTS = 8
@@ -116,7 +120,7 @@ def make_plan(
         goal = objective or Objective()
         search = start(job, goal, keep=keep, global_batch=global_batch, tcp=tcp, progress=progress, kind=kind)
         if strategy != "exhaustive":
-            search.tries, search.seed = FEW if tries is None else min(FEW, tries), seed
+            search.tries, search.seed = FEW_TRIES if tries is None else min(FEW_TRIES, tries), seed
         explore(search, strategy)
         best = search.best
         assert best is not None
@@ -139,7 +143,7 @@ def finds_better(job: Job, below: float, *, objective: Objective, global_batch: 
 def _seldom_collected() -> Iterator[None]:
     """Collect garbage rarely: a search makes millions of tuples without cycles, and collecting takes a tenth of it."""
     before = gc.get_threshold()
-    gc.set_threshold(200_000, *before[1:])
+    gc.set_threshold(COLLECT_AFTER, *before[1:])
     try:
         yield
     finally:
@@ -184,7 +188,7 @@ def _fastest(search: Search, best: SimulatedCandidate, tries: int | None) -> Sch
     """The best of the leaders under searched orders: those near the best are searched with all tries."""
     if tries == 0 or search.missed(best) > 0:
         known = search.scheduled.get(best.candidate)
-        return known or search.schedule(best.candidate, 0 if tries == 0 else FEW)
+        return known or search.schedule(best.candidate, 0 if tries == 0 else FEW_TRIES)
     found: list[ScheduledCandidate] = []
     others = [one for one in search.ranking() if one.candidate != best.candidate]
     near = [one for one in others if search.score(one) <= NEAR * search.score(best)]
@@ -208,7 +212,7 @@ def _fastest(search: Search, best: SimulatedCandidate, tries: int | None) -> Sch
 def _finalists(search: Search, ranking: list[SimulatedCandidate]) -> list[SimulatedCandidate]:
     """Those whose schedule is searched in full, best first. More nodes must not displace a finalist that fits fewer."""
     if search.screened or search.cluster.num_dcs > FEW_DCS:
-        return ranking[: LEAST if search.screened else FINALISTS]
+        return ranking[: MIN_SEARCHED if search.screened else FINALISTS]
     used = np.array([[one.candidate.gpus.get(name, 0) for name in search.cluster.names] for one in ranking], np.int64)
     return [ranking[k] for k in undominated(np.arange(len(ranking), dtype=np.float64), used, FINALISTS, 2 * FINALISTS)]
 
@@ -247,9 +251,9 @@ def explore(search: Search, strategy: str) -> None:
 
 
 def _tries(candidate: Candidate) -> int:
-    """Of a full search, by size. Somewhat more than FEW finds nothing better."""
-    most = min(150, POLISH_EVENTS // events(candidate))
-    return most if most > 2 * FEW else FEW
+    """Of a full search, by size. Somewhat more than FEW_TRIES finds nothing better."""
+    most = min(MAX_TRIES, POLISH_EVENTS // events(candidate))
+    return most if most > 2 * FEW_TRIES else FEW_TRIES
 
 
 def _limits_missed(search: Search, best: SimulatedCandidate, missed: float) -> InfeasibleError:

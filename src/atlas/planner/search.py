@@ -19,15 +19,15 @@ from atlas.planner.plan_simulation import PlanSimulation, simulate_plan
 from atlas.planner.space import Space
 from atlas.schedules.eager import NAME
 
-SIMULATIONS = 26
+MAX_SIMULATIONS = 26
 """What `ours` simulates at most where no order is searched."""
 MAX_SEARCHED_EVENTS = 2_000_000
 """Events that the searches of all candidates may simulate together: one or two seconds."""
-MOST = 60
+MAX_SEARCHED = 60
 """Candidates that are searched at most."""
-LEAST = 3
+MIN_SEARCHED = 3
 """Candidates that are searched in any case, however large."""
-FEW = 24
+FEW_TRIES = 24
 """Tries of a candidate's search: mostly within 3 % of a full one (7 % in the worst of 70 plans)."""
 
 CLEARLY = 0.97
@@ -84,7 +84,7 @@ class Search:
         figures = judged.figures
         return float(self.objective.missed(figures.iteration_s, figures.usd_per_iteration, figures.tokens))
 
-    def simulate(self, candidate: Candidate, of: int = SIMULATIONS) -> SimulatedCandidate | None:
+    def simulate(self, candidate: Candidate, of: int = MAX_SIMULATIONS) -> SimulatedCandidate | None:
         """The candidate's figures, or None where it cannot run."""
         if candidate in self.judged or candidate in self.refused:
             return self.judged.get(candidate)
@@ -138,10 +138,10 @@ class Search:
         if best is not None and self.score(best) < CLEARLY * self.space.below:
             return True
         if not self.tries:
-            return self.num_simulated >= SIMULATIONS
-        if self.num_simulated >= MOST:
+            return self.num_simulated >= MAX_SIMULATIONS
+        if self.num_simulated >= MAX_SEARCHED:
             return True
-        return self.events >= MAX_SEARCHED_EVENTS and self.num_simulated >= LEAST
+        return self.events >= MAX_SEARCHED_EVENTS and self.num_simulated >= MIN_SEARCHED
 
     def priority(self, entry: EstimatedCandidate) -> float:
         """Sort key of candidates, lowest first. With searched orders it is the floor, because these orders come close

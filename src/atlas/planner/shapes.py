@@ -20,6 +20,8 @@ PipelineShape = tuple[tuple[int, int], ...]
 """(datacenter's number, stages) along the pipeline."""
 
 FEW_DCS = 4
+"""Up to this many datacenters, every ordered subset is tried, and candidates are compared by their workers (`pruning`):
+a search of 20 datacenters of 512 GPUs would not end."""
 FEW_DEALS = 30
 """Up to this many ways to distribute stages over one ordered subset, all are tried; beyond it a few, and:"""
 MAX_DEALS, FEW_WORKERS = 120, 16
@@ -27,7 +29,12 @@ MAX_DEALS, FEW_WORKERS = 120, 16
 MAX_STARTS = 24
 """Datacenters, the largest, from which tours start."""
 MAX_RUNS = 12
-"""Datacenters of one pipeline."""
+"""Datacenters of one pipeline, where there are many."""
+SHORTEST, PREFERRED = 8, 4
+"""Parts of tours that become shapes: the shortest, and those with the fastest and with the cheapest GPUs."""
+DETOUR, UNUSABLE = 100.0, 1e6
+"""Hops that a tour makes rather than visit the slowest or most expensive datacenter early; and, as a multiple of that,
+one that takes no part."""
 
 
 class Shapes:
@@ -86,10 +93,10 @@ class Shapes:
                 classes = self.cluster.classes if len(chain) > 1 else self.cluster.classes_alone
                 chains.setdefault((len(chain) > 1, *(classes[i] for i in chain)), chain)
         every = sorted(chains.values(), key=lambda chain: (len(chain), self._way_s(chain)))
-        keep = every[:8]
+        keep = every[:SHORTEST]
         for by in self._prefers:
             if len(set(by)) > 1:
-                keep += sorted(every, key=lambda chain, by=by: sum(by[i] for i in chain) / len(chain))[:4]  # type: ignore[misc]
+                keep += sorted(every, key=lambda chain, by=by: sum(by[i] for i in chain) / len(chain))[:PREFERRED]  # type: ignore[misc]
         found: dict[object, PipelineShape] = {}
         for chain in dict.fromkeys(keep):
             for stages in _sensible(chain, depth, max_stages, self._prefers):
@@ -120,7 +127,7 @@ class Shapes:
         for by in (self.layer_s, self.cluster.usd_per_gpu_s):
             low, high = np.min(by), np.max(by[np.isfinite(by)], initial=0.0)
             if high > low:
-                weights.append(100 * hop * np.where(np.isfinite(by), (by - low) / (high - low), 1e6))
+                weights.append(DETOUR * hop * np.where(np.isfinite(by), (by - low) / (high - low), UNUSABLE))
         tours = [tuple(int(i) for i in np.argsort(-self.workers, kind="stable"))]
         for weight in weights:
             tours += [self._nearest(start, weight) for start in sorted(tours[0][:MAX_STARTS])]

@@ -36,7 +36,15 @@ from atlas.planner.estimated_candidates import (
 from atlas.planner.exhaustive import every_candidate
 from atlas.planner.objective import Objective
 from atlas.planner.regions import several_groups
-from atlas.planner.search import FEW, LEAST, MAX_SEARCHED_EVENTS, MOST, SIMULATIONS, Search, events
+from atlas.planner.search import (
+    FEW_TRIES,
+    MAX_SEARCHED,
+    MAX_SEARCHED_EVENTS,
+    MAX_SIMULATIONS,
+    MIN_SEARCHED,
+    Search,
+    events,
+)
 from atlas.planner.shapes import PipelineShape, alike
 from atlas.sim.simulate import compiled_engine
 
@@ -56,8 +64,13 @@ NEAR_EAGER = 1.25
 """Those leaders are within this factor of the first: a searched order saves nothing in some plans and a fifth in
 others."""
 
-MOST_OF_ALL, MAX_SEARCHED_EVENTS_OF_ALL = 3 * MOST, 3 * MAX_SEARCHED_EVENTS
+MAX_SEARCHED_OF_ALL, MAX_SEARCHED_EVENTS_OF_ALL = 3 * MAX_SEARCHED, 3 * MAX_SEARCHED_EVENTS
 """Limits of the simulations of candidates that may be the best of all kinds."""
+
+SCORE_DIGITS = 12
+"""Decimals of scores and floors in which candidates that are simulated alike agree."""
+CHEAPER = 0.999
+"""The next candidate of the front costs less than this share of the one before."""
 
 
 # ---- ours --------------------------------------------------------------------------------------------------
@@ -68,7 +81,7 @@ def ours(search: Search) -> None:
     space, cluster, goal = search.space, search.cluster, search.objective
     alone, looked, worth = single_groups(space, cluster, goal, search.progress)
     few = [*known, *alone[:1]]
-    is_large = search.tries > 0 and bool(few) and ENOUGH * FEW * events(few[-1].candidate) > MAX_SEARCHED_EVENTS
+    is_large = search.tries > 0 and bool(few) and ENOUGH * FEW_TRIES * events(few[-1].candidate) > MAX_SEARCHED_EVENTS
     if not is_large:
         for entry in few:
             search.simulate(entry.candidate)  # from here on an interrupt leaves a result
@@ -119,7 +132,7 @@ def _best_when_screened(search: Search, entries: list[EstimatedCandidate]) -> No
     kinds = {one.candidate.kind: one for one in reversed(ranking)}
     leaders = [one for one in kinds.values() if first.score(one) <= NEAR_EAGER * first.score(ranking[0])]
     for num, one in enumerate(dict.fromkeys([ranking[0].candidate, *(o.candidate for o in [*leaders, *ranking])])):
-        if num >= LEAST and search.events >= MAX_SEARCHED_EVENTS:
+        if num >= MIN_SEARCHED and search.events >= MAX_SEARCHED_EVENTS:
             break
         search.events += search.tries * events(one)
         least = min((search.score(scheduled.judged) for scheduled in search.scheduled.values()), default=np.inf)
@@ -136,7 +149,7 @@ def _best_of_each_kind(search: Search, entries: list[EstimatedCandidate]) -> Non
         kinds.setdefault(entry.candidate.kind, []).append(entry)
     queues = [_Queue(found, search) for found in kinds.values()]
     seen: set[tuple[object, ...]] = set()
-    last = MOST if search.tries else SIMULATIONS - NEIGHBOURS
+    last = MAX_SEARCHED if search.tries else MAX_SIMULATIONS - NEIGHBOURS
     while queues and not search.is_spent and search.num_simulated < last:
         for queue in list(queues):
             new = next((e for e in queue if _is_new(search, e, seen)), None)
@@ -155,7 +168,7 @@ def _best_of_all(search: Search, entries: list[EstimatedCandidate]) -> None:
         if (judged := search.judged.get(entry.candidate)) is not None:
             queue.learn(entry, search.score(judged))
     for entry in queue:
-        if search.num_simulated >= MOST_OF_ALL or search.events >= MAX_SEARCHED_EVENTS_OF_ALL:
+        if search.num_simulated >= MAX_SEARCHED_OF_ALL or search.events >= MAX_SEARCHED_EVENTS_OF_ALL:
             return
         best = search.best
         if (best is None or entry.floor < search.score(best)) and _is_new(search, entry, seen):
@@ -217,7 +230,7 @@ def _is_new(search: Search, entry: EstimatedCandidate, seen: set[tuple[object, .
     if rival is not None and entry.floor >= search.score(rival):
         return False
     # The same stages in another order of the datacenters or in equal ones, estimated the same, are simulated the same.
-    alike = (round(entry.score, 12), round(entry.floor, 12), *_stages(search, entry.candidate))
+    alike = (round(entry.score, SCORE_DIGITS), round(entry.floor, SCORE_DIGITS), *_stages(search, entry.candidate))
     if alike in seen or entry.candidate in search.judged or entry.candidate in search.refused:
         return False
     seen.add(alike)
@@ -240,7 +253,7 @@ def _front(entries: list[EstimatedCandidate]) -> list[EstimatedCandidate]:
     """A few candidates spread along the estimated front of time and money."""
     front: list[EstimatedCandidate] = []
     for entry in sorted(entries, key=lambda e: (e.iteration_s, e.usd)):
-        if not front or entry.usd < front[-1].usd * 0.999:
+        if not front or entry.usd < front[-1].usd * CHEAPER:
             front.append(entry)
     if len(front) <= FRONT:
         return front

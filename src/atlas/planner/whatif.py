@@ -1,7 +1,7 @@
 """What-if: simulates a job or a plan repeatedly with one key changed, and reports the iteration time.
 
     sweep        any key of the job over a range; or a datacenter lost or added (`lose=east`, `add=east`)
-    marginal     what one more unit of each resource would bring, by simulating again with it
+    marginal     what a tenth more of each resource saves, by simulating again with it
     spread       the plan's own order under random bandwidths and latencies, or drawn weather, percentiles
 
 A job is re-arranged by the cost model where its file leaves things open; a plan stays as it is placed. With `replan`
@@ -37,6 +37,11 @@ from atlas.spec.plan import Plan, PlanSchedule
 MORE, LESS = 1.1, 0.9
 """Factors on a resource, and on latency, whose effect the bottleneck table shows: a tenth better."""
 
+PERCENTILES = (5, 25, 50, 75, 95, 99)
+"""Of the iteration times of Monte-Carlo runs."""
+SEEDS = 2**31
+"""Seeds of the noise of a run are below this."""
+
 
 @dataclass(frozen=True)
 class Point:
@@ -53,7 +58,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Marginal:
-    """What one more unit of a resource brings."""
+    """What a tenth more of a resource, or a tenth less latency, saves."""
 
     resource: str
     key: str
@@ -268,7 +273,7 @@ def _varied(program: Program, costs: Costs, wan: float, compute: float, seed: in
     def varied(tables: Tables, k: int) -> Tables:
         rng = np.random.default_rng([seed, k])
         slow = np.exp(rng.normal(0.0, wan, (2, len(plain))) * plain)
-        found = noisy(tables, SeededNoise(int(rng.integers(2**31)), compute, 0.0), program)
+        found = noisy(tables, SeededNoise(int(rng.integers(SEEDS)), compute, 0.0), program)
         link = tables.channel_link[tables.transfer_channel]
         work_factor, latency_factor = np.where(crosses, slow[:, link], 1.0)
         return found._replace(
@@ -280,4 +285,4 @@ def _varied(program: Program, costs: Costs, wan: float, compute: float, seed: in
 
 
 def percentiles(times: Sequence[float]) -> dict[str, float]:
-    return {f"p{p}_s": float(np.percentile(times, p)) for p in (5, 25, 50, 75, 95, 99)} | {"worst_s": max(times)}
+    return {f"p{p}_s": float(np.percentile(times, p)) for p in PERCENTILES} | {"worst_s": max(times)}

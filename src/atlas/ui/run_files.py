@@ -25,11 +25,13 @@ from atlas.ui.live_run import LiveRun
 from atlas.ui.run_model import MAX_ITERATIONS, shown_iterations
 
 FACTS, JOB, STEPS, EVENTS, TIMELINE = "page.json", "job.yaml", "steps.jsonl", "events.jsonl", "timeline.jsonl"
+"""Names in a run's folder."""
 SERVICE = "service.json"
 """Of a service beside training, while it runs: `metrics` (its URL) and `cards` (see `ui.service`)."""
 TIMELINE_BYTES = 256 << 20
 """A longer timeline file is emptied and written from its start: the page shows the last iterations only."""
-MAX_LINE = 256 << 20
+MAX_READ_BYTES = 256 << 20
+"""Of a file that are read at once."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ class _NewLines:
                 if stat.st_size == self._at:
                     return []
                 file.seek(self._at)
-                new = file.read(MAX_LINE)
+                new = file.read(MAX_READ_BYTES)
         except OSError:
             return []
         self._at += len(new)

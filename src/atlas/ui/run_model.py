@@ -25,9 +25,8 @@ from atlas.spec import Job
 from atlas.view.map import load_color, map_svg
 from atlas.view.places import PANEL, MapPlaces, map_places
 
-MAX_EVENTS = 60_000
-"""Iterations are drawn up to this number of events, at least one."""
-MAX_ITERATIONS = 3
+MAX_EVENTS, MAX_ITERATIONS = 60_000, 3
+"""The page draws as many iterations as have no more events than this, at least one and at most three."""
 
 
 def shape_of(case_or_program: Case | Program) -> tuple[Any, ...]:

@@ -28,6 +28,8 @@ from atlas.view.page import asset, empty_header, filled, json_element, page_scri
 
 POLL_S, SERVICE_S = 1.0, 1.0
 """Between two looks at a run, and at its service. Each look analyses the last pass and takes CPU time."""
+TOKEN_BYTES = 24
+"""Random bytes of a token that is made here: 192 bits."""
 
 
 class ServedPage(Closing):
@@ -46,7 +48,7 @@ class ServedPage(Closing):
             self._remote.start()
         else:
             follower = self._follower(Path(source))
-        token = token or ("" if is_loopback(host) else secrets.token_urlsafe(24))
+        token = token or ("" if is_loopback(host) else secrets.token_urlsafe(TOKEN_BYTES))
         self.server = PageServer(self.run, page_html, self._answers(), host, port, token)
         shown = f"[{host}]" if ":" in host else host
         self.url = f"http://{shown}:{self.server.port}/" + (f"?token={token}" if token else "")

@@ -37,9 +37,13 @@ FROZEN = "re-priced: same order of ops, new durations"
 UNSEARCHED = "not searched yet: the first order of {}, before the search for a faster one"
 STAND_IN = "not searched yet: shown with the order of eager 1F1B"
 SEARCHED = "searched: these are the figures of `atlas simulate`"
+"""Where an answer comes from, as the page says it."""
+SAME = 0.0005
+"""Throughputs within this share of each other are called equal."""
 
 SliderFactor = Annotated[float, Field(strict=True, ge=0.01, le=100)]
 SliderCount = Annotated[int, Field(strict=True, ge=1, le=4096)]
+"""Ranges of the sliders; a request beyond them is refused."""
 
 
 class SliderValues(Frozen):
@@ -208,7 +212,7 @@ class SupersededError(AtlasError):
 def _sentence(row: Mapping[str, Any], now: Mapping[str, Any], spent: str) -> str:
     """Faster or slower than now, whether it fits, and where the time goes."""
     ratio = row["tokens_per_s"] / now["tokens_per_s"]
-    if abs(ratio - 1) < 5e-4:
+    if abs(ratio - 1) < SAME:
         first = "As many tokens a second as now."
     else:
         first = f"{ratio:.2f}x as many tokens a second as now."
