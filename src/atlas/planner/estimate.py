@@ -94,8 +94,8 @@ def estimate(space: Space, cluster: ClusterArrays, model: ModelArrays, batch: Pi
     # From a stage's forward to its backward's end: everything behind it, and the way there and back.
     behind_s = np.cumsum(work_s[:, ::-1], axis=1)[:, ::-1][u]
     behind_s[:, :-1] += np.cumsum(hops.way_s[:, ::-1], axis=1)[:, ::-1]
-    slots = space.total_microbatches(batch.microbatch)
-    num_mb = -(-slots // batch.replicas)
+    total = space.total_microbatches(batch.microbatch)
+    num_mb = -(-total // batch.replicas)
     period_s = work_s.max(axis=1)[u]
     if batch.depth > 1 and runtime.sender_waits:
         sends_s = (2 if runtime.receiver_waits else 1) * hops.load_s
@@ -116,7 +116,7 @@ def estimate(space: Space, cluster: ClusterArrays, model: ModelArrays, batch: Pi
     closing_s = np.max(own_closing_s - drain_s, axis=1)
     iteration_s = through_s + (num_mb - 1) * period_s + closing_s
     usd_per_s = cluster.usd_per_gpu_s[dc].sum(axis=1)[v] * batch.replicas * batch.tp
-    egress = 2 * slots * model.job.activation_bytes * hops.usd_per_byte
+    egress = 2 * total * model.job.activation_bytes * hops.usd_per_byte
     return Estimate(
         through_s,
         period_s,

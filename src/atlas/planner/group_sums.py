@@ -97,7 +97,7 @@ def _owners(pieces: tuple[float, ...], per_node: tuple[int, ...], cut: _Cut) -> 
     return _Owners(first.ravel(), np.repeat(dc, num_replicas), node.ravel())
 
 
-@lru_cache(maxsize=16_384)  # the same lines of groups are priced for several links and microbatch sizes
+@lru_cache(maxsize=16_384)  # the same sets of groups are priced for several links and microbatch sizes
 def _lane_bytes(
     pieces: tuple[float, ...], per_node: tuple[int, ...], one: _Cut, other: _Cut
 ) -> dict[tuple[int, int], LaneBytes]:
@@ -201,7 +201,7 @@ class GroupWaits(NamedTuple):
     """What a group's SYNC and NORM wait for other groups."""
 
     sync_s: Floats
-    """By stage: from its last backward to the end of the meeting."""
+    """By stage: from its last backward to the end of the sum between groups."""
     norm_s: float
 
 
@@ -212,8 +212,8 @@ def group_waits(jobs: Sequence[Job], done_s: list[Floats], tcp: str) -> list[Gro
     assert between is not None, "the planner has refused groups without a path"
     ends = [cluster.index[group.stage_dc[-1]] for group in candidate.groups]
     return [
-        GroupWaits(np.asarray(start - done + meet), float(cluster.latency_s[ends[0], end]))
-        for start, done, meet, end in zip(started_s(candidate, done_s), done_s, between, ends, strict=True)
+        GroupWaits(np.asarray(start - done + sum_s), float(cluster.latency_s[ends[0], end]))
+        for start, done, sum_s, end in zip(started_s(candidate, done_s), done_s, between, ends, strict=True)
     ]
 
 

@@ -44,7 +44,7 @@ EXACT_EVENTS = 1_000_000
 
 
 @dataclass(frozen=True)
-class Figures:
+class PlanFigures:
     """What a candidate brings and costs. Seconds are simulated."""
 
     iteration_s: float
@@ -77,7 +77,7 @@ class SimulatedCandidate:
     """A candidate with its figures."""
 
     candidate: Candidate
-    figures: Figures
+    figures: PlanFigures
 
 
 @dataclass(frozen=True, eq=False)
@@ -251,11 +251,11 @@ def _require_allowed_microbatches(job: Job, candidate: Candidate) -> None:
         )
 
 
-def _parts(played: SimulatedGroup, until_s: float) -> dict[str, float]:
+def _parts(group: SimulatedGroup, until_s: float) -> dict[str, float]:
     """Where the time until the last backward went."""
-    totals = path_totals_ns(critical_path(played.timeline))
-    if bool((played.timeline.program.kind == Kind.STEP).any()):  # its all-reduce and optimizer are counted apart
-        totals["compute"] = max(0, totals["compute"] - round(1e9 * float(played.closing_s.sum(axis=0).max())))
+    totals = path_totals_ns(critical_path(group.timeline))
+    if bool((group.timeline.program.kind == Kind.STEP).any()):  # its all-reduce and optimizer are counted apart
+        totals["compute"] = max(0, totals["compute"] - round(1e9 * float(group.closing_s.sum(axis=0).max())))
     parts = {"compute": totals["compute"] / 1e9, "wait": totals["wait"] / 1e9}
     parts["wan"] = (totals["wire"] + totals["latency"] + totals["queue"]) / 1e9
     # If only a part was simulated, the rest is extrapolated from it.
@@ -272,11 +272,11 @@ def figures_of(
     parts_s: dict[str, float],
     peak_gib: float,
     memory_gib: float,
-) -> Figures:
+) -> PlanFigures:
     """With dollars and traffic added. `piece_bytes`: the gradient of each piece of the model."""
     rent = iteration_s * rent_usd_per_s(cluster, candidate)
     egress, link_bytes = wan_traffic(space, cluster, piece_bytes, candidate)
-    return Figures(
+    return PlanFigures(
         iteration_s=iteration_s,
         tokens_per_s=space.tokens / iteration_s,
         usd_per_iteration=rent + egress,
@@ -307,9 +307,9 @@ def wan_traffic(
     model, job = space.job.model, space.job
     activation = candidate.microbatch * model.seq_len * model.hidden * job.element_bytes
     tied = model.vocab * model.hidden * job.gradient_bytes if model.tied_embeddings else 0
-    slots, used = space.total_microbatches(candidate.microbatch), candidate.slots
+    total, used = space.total_microbatches(candidate.microbatch), candidate.slots
     for group in candidate.groups:
-        own = group.replicas * group.num_microbatches * slots / used
+        own = group.replicas * group.num_microbatches * total / used
         for (a, _), (b, _) in pairwise(group.places):
             for pair in ((a, b), (b, a)):
                 n = own * activation + tied

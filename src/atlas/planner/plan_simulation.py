@@ -71,9 +71,9 @@ def simulate_plan(
 
 def _priced(case: Case) -> tuple[Any, ...]:
     """All that a simulation depends on; the names of datacenters and links are left out."""
-    frame = case.layout
-    crosses = tuple(a != b for a, b in zip(frame.rank_dc[:-1], frame.rank_dc[1:], strict=True))
-    shape = (frame.num_pipelines, frame.num_stages, frame.num_microbatches, frame.stage_rank, crosses)
+    layout = case.layout
+    crosses = tuple(a != b for a, b in zip(layout.rank_dc[:-1], layout.rank_dc[1:], strict=True))
+    shape = (layout.num_pipelines, layout.num_stages, layout.num_microbatches, layout.stage_rank, crosses)
     return (shape, _prices(case.apart), case.turns and _prices(case.turns), case.memory, case.job.recompute)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from atlas.cost.cluster_arrays import ClusterArrays, all_nodes_bps
 from atlas.planner.candidate import KINDS, Candidate
 from atlas.planner.fabrics import energy_of, energy_row
-from atlas.planner.judge import Figures, SimulatedCandidate, as_dict
+from atlas.planner.judge import PlanFigures, SimulatedCandidate, as_dict
 from atlas.planner.objective import Objective
 from atlas.planner.run import SearchResult
 from atlas.spec import Job
@@ -24,7 +24,7 @@ SPENT_ON = {
     "step": "optimizer",
 }
 
-"""Parts of the critical path (`Figures.parts_s`), as tables call them."""
+"""Parts of the critical path (`PlanFigures.parts_s`), as tables call them."""
 SAME = 0.0005
 """Plans whose times, or dollars, differ by less than this share are called equal."""
 ROUNDING = 1e-9
@@ -83,7 +83,7 @@ def _seconds(value: float, digits: int = 3) -> str:
     return f"{value:.{digits}g} s" if value >= 1 else f"{1000 * value:.{digits}g} ms"
 
 
-def _differences(its: Figures, mine: Figures) -> dict[str, float]:
+def _differences(its: PlanFigures, mine: PlanFigures) -> dict[str, float]:
     return {part: its.parts_s.get(part, 0.0) - mine.parts_s.get(part, 0.0) for part in SPENT_ON}
 
 
@@ -183,12 +183,12 @@ def _capacity_bps(cluster: ClusterArrays, candidate: Candidate, i: int, j: int) 
     """The rate of all communicating nodes together: a pair for each pipeline, or all nodes when groups sum
     gradients."""
     nodes = min(_nodes(cluster, candidate, i), _nodes(cluster, candidate, j))
-    whole = float(all_nodes_bps(cluster, i, j, nodes, candidate.tcp))
+    all_nodes = float(all_nodes_bps(cluster, i, j, nodes, candidate.tcp))
     for group in candidate.groups:
         names = [name for name, _ in group.places]
         if cluster.names[i] in names and cluster.names[j] in names:
-            return min(whole, group.replicas * float(cluster.pair_bps[i, j]))
-    return whole
+            return min(all_nodes, group.replicas * float(cluster.pair_bps[i, j]))
+    return all_nodes
 
 
 def _nodes(cluster: ClusterArrays, candidate: Candidate, i: int) -> int:
@@ -198,7 +198,7 @@ def _nodes(cluster: ClusterArrays, candidate: Candidate, i: int) -> int:
     return max(1, -(-candidate.gpus[cluster.names[i]] // per_node))
 
 
-def links(cluster: ClusterArrays, candidate: Candidate, figures: Figures) -> list[dict[str, Any]]:
+def links(cluster: ClusterArrays, candidate: Candidate, figures: PlanFigures) -> list[dict[str, Any]]:
     """Every pair of datacenters that exchanges something, with how busy the busier direction is."""
     at = cluster.index
     hops = [(a, b) for group in candidate.groups for (a, _), (b, _) in pairwise(group.places)]

@@ -65,7 +65,7 @@ class Search:
     num_estimated: int = 0
     num_simulated: int = 0
     events: int = 0
-    """Simulated so far."""
+    """Simulated so far, by searches."""
     interrupted: bool = False
     _scores: dict[SimulatedCandidate, float] = field(default_factory=dict)
     _best: dict[str | None, SimulatedCandidate | None] = field(default_factory=dict)

@@ -112,7 +112,7 @@ def _wanted(search: Search, entries: list[EstimatedCandidate]) -> list[Estimated
 
 def _best_when_screened(search: Search, entries: list[EstimatedCandidate]) -> None:
     """Plans too large to search many: all are compared under `1f1b-eager` first, then the leaders are searched."""
-    compiled_engine()  # the searches need it; loaded before, it plays the screening too
+    compiled_engine()  # the searches need it; loaded before, it simulates the screening too
     first = Search(search.space, search.cluster, search.objective, search.progress)
     try:
         _best_of_each_kind(first, entries)
