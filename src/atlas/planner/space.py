@@ -65,6 +65,10 @@ class Space:
     def is_kind(self, kind: str) -> bool:
         return self.kind in (None, kind)
 
+    def allows_group(self, names: Collection[str]) -> bool:
+        """Whether candidates of one group in these datacenters are wanted."""
+        return self.uses_kept(names) and self.is_kind("one" if len(names) == 1 else "pipeline")
+
     def can_use(self, name: str) -> bool:
         return self.datacenters is None or name in self.datacenters
 

@@ -299,7 +299,7 @@ def _neighbours(search: Search, candidate: Candidate) -> list[EstimatedCandidate
     every = [
         (near, group.replicas, cell)
         for near in dict.fromkeys([shape, *setup.shapes.local(shape, group.replicas)])
-        if space.uses_kept(cluster.names[i] for i, _ in near) and space.is_kind("one" if len(near) == 1 else "pipeline")
+        if space.allows_group([cluster.names[i] for i, _ in near])
         for cell in (cells if len(near) > 1 else cells[:1])
     ]
     return _entries(search, setup, group.pp, every)
@@ -354,8 +354,7 @@ def _algorithm1_entries(search: Search) -> list[EstimatedCandidate]:
         shape = _largest_first(setup, largest, job.pp, cells * pipelines)
         if shape is None:
             break
-        kept = space.uses_kept(cluster.names[i] for i, _ in shape)
-        kept &= space.is_kind("one" if len(shape) == 1 else "pipeline")
+        kept = space.allows_group([cluster.names[i] for i, _ in shape])
         sizes = cell_sizes(space, cells * pipelines)[:1]  # one datacenter shares nothing
         if len(shape) > 1:
             sizes = [pipelines] if space.num_cells in (None, cells) else []
