@@ -26,7 +26,7 @@ from common.report import Report, not_measured
 from atlas.cost.cluster_arrays import cluster_arrays
 from atlas.evaluate import evaluate
 from atlas.planner.files import candidate_of
-from atlas.planner.whole import simulate_whole
+from atlas.planner.plan_simulation import simulate_plan
 from atlas.spec.plan import load_job_or_plan
 
 DATA = Path(__file__).parents[2] / "shared" / "data" / "sailor"
@@ -243,7 +243,7 @@ def simulate(path: Path) -> tuple[float, float]:
     if plan is None:
         row = evaluate(job, "1f1b").row()
         return float(row["iteration_s"]), float(row["peak_gib"]) * 2**30
-    whole = simulate_whole(job, cluster_arrays(job), candidate_of(plan), "1f1b", sharing=False)
+    whole = simulate_plan(job, cluster_arrays(job), candidate_of(plan), "1f1b", sharing=False)
     return whole.iteration_s, max(float(result.row()["peak_gib"]) for result in whole.results) * 2**30
 
 

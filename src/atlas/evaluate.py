@@ -33,7 +33,7 @@ from atlas.sim.weather import Spread, spread_of
 from atlas.spec import Job, override
 
 Progress = Callable[[str, int, int], None]
-"""Called with (schedule, tries done, tries allowed); 0 tries allowed where none are counted."""
+"""Called with (what is being done, number done, number in all; 0 where nothing is counted)."""
 Choice = tuple[str, Tcp]
 """A schedule's name and how many connections a node pair has."""
 Known: TypeAlias = "dict[tuple[int, Tcp], Case]"

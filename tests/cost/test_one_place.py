@@ -27,9 +27,9 @@ from atlas.evaluate import evaluate
 from atlas.ir.program import Kind
 from atlas.planner.candidate import Candidate
 from atlas.planner.estimate import Estimate, estimate
+from atlas.planner.estimated_candidates import depths, entry_of, single_groups, variants, worker_setups
 from atlas.planner.judge import judge
 from atlas.planner.objective import Objective
-from atlas.planner.pool import depths, entry_of, frames, single_groups, variants
 from atlas.planner.space import KEEPABLE, space_of
 from atlas.spec import GPUS, Job, load_job, override
 
@@ -160,9 +160,9 @@ CHANGES = {
 def _estimates(job: Job) -> Iterator[tuple[Estimate, int, Candidate]]:
     """Some candidates of every depth: the estimates of a batch, the row in it, and the candidate."""
     space, cluster = space_of(job), cluster_arrays.cluster_arrays(job)
-    for frame in frames(space, cluster):
-        for depth in depths(space, cluster, frame):
-            batch = variants(space, frame, depth)
+    for setup in worker_setups(space, cluster):
+        for depth in depths(space, cluster, setup):
+            batch = variants(space, setup, depth)
             if batch is not None and depth > 1:
                 found = estimate(space, cluster, frame.model, batch)
                 for v in np.flatnonzero(found.fits)[::2].tolist():

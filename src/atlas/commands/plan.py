@@ -38,7 +38,7 @@ from atlas.planner.fabrics import FabricChoice, energy_of
 from atlas.planner.families import INNER_STEPS
 from atlas.planner.objective import OBJECTIVES
 from atlas.planner.report import compared, distinct, front, has_prices, notes, rows
-from atlas.planner.run import Planned
+from atlas.planner.run import SearchResult
 from atlas.planner.space import KEEPABLE
 from atlas.planner.strategies import STRATEGIES
 from atlas.planner.verdict import dollars, family_rows, origins
@@ -222,8 +222,8 @@ def _show(search: PlanSearch) -> None:
             f"  ${figures.usd_per_iteration:,.4g} an iteration (${figures.egress_usd:,.3g} of it egress), "
             f"${figures.usd_per_hour:,.2f} an hour, ${figures.usd_per_tera_token:,.0f} per trillion tokens"
         )
-    if planned.confident is not None:
-        lines.append(f"  {planned.confident.words()}")
+    if planned.percentile_choice is not None:
+        lines.append(f"  {planned.percentile_choice.words()}")
     if (energy := energy_of(job.cluster, best)) is not None:
         lines.append(
             f"  {energy.watts / 1e3:,.1f} kW ({energy.fabric_watts / 1e3:,.1f} kW of it fabric), fabric "
@@ -277,7 +277,7 @@ def _fabrics(choices: Sequence[FabricChoice]) -> Any:
     return table
 
 
-def _table(planned: Planned, money: bool) -> Any:
+def _table(planned: SearchResult, money: bool) -> Any:
     caption = f"{compared(planned)} {priced(pricing(planned.job), planned.job.runtime)}"
     caption += " * Pareto-optimal." if money else ""
     table = _ranking(caption, "stages in", "parallelism", "$/iteration" if money else None)

@@ -30,7 +30,7 @@ from atlas.launch.report.events import OnStep
 from atlas.launch.run_monitor import RunMonitor, RunOutcome, connect_workers
 from atlas.launch.worker_logs import WorkerLogs
 from atlas.launch.worker_processes import WorkerProcesses
-from atlas.planner.meet import group_lanes
+from atlas.planner.group_sums import group_lanes
 from atlas.runtime.assignment import Assignment, FillerChoice, SaveChoice, TrainingSetup
 from atlas.runtime.models.config import require_divisible
 from atlas.runtime.wiring import TIED, PeerLink, WorkerRole, all_roles, require_runnable

@@ -23,8 +23,8 @@ from atlas.launch.measured import with_norm
 from atlas.launch.preflight import WorkerNeed, worker_needs
 from atlas.launch.rendezvous import AgentName
 from atlas.launch.train_options import TrainOptions, agreed, make_training
-from atlas.planner.meet import group_waits
-from atlas.planner.whole import done_s
+from atlas.planner.group_sums import group_waits
+from atlas.planner.plan_simulation import done_s
 from atlas.runtime.assignment import TrainingSetup
 from atlas.runtime.meeting_plan import meeting_links
 from atlas.runtime.models.config import require_divisible
