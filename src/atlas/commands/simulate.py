@@ -22,7 +22,7 @@ from typing import Any
 from rich.table import Column, Table
 
 from atlas.api import Simulation, simulate
-from atlas.commands.view import Outputs, picture_flags
+from atlas.commands.view import TimelineOutputs, picture_flags
 from atlas.console import (
     Meter,
     as_json,
@@ -77,7 +77,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    outputs = Outputs.of(args)
+    outputs = TimelineOutputs.of(args)
     if args.out is not None:
         require_folder(args.out, "--out")
     outputs.require_writable()
@@ -125,7 +125,7 @@ def _show(simulation: Simulation, found: Sequence[Row]) -> None:
         )
 
 
-def _in_folder(folder: Path, outputs: Outputs) -> Outputs:
+def _in_folder(folder: Path, outputs: TimelineOutputs) -> TimelineOutputs:
     """The outputs, with default names in the folder for those that were not asked for by flag."""
     return replace(
         outputs,

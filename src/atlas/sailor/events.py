@@ -80,8 +80,12 @@ def _costs(inputs: Inputs, plan: SailorPlan, columns: tuple[tuple[Replica, ...],
             onward = activation_bytes(inputs, plan.layers[b][-1], plan.mbs)
             back = activation_bytes(inputs, plan.layers[b + 1][0], plan.mbs)
             fits = inputs.network.fit
-            work[FORWARD, c, b] = _ns(fits(here.end, here.sending_gpus, there.end, there.sending_gpus).seconds(onward))
-            work[BACKWARD, c, b] = _ns(fits(there.end, there.sending_gpus, here.end, here.sending_gpus).seconds(back))
+            work[FORWARD, c, b] = _ns(
+                fits(here.zone_gpu, here.sending_gpus, there.zone_gpu, there.sending_gpus).seconds(onward)
+            )
+            work[BACKWARD, c, b] = _ns(
+                fits(there.zone_gpu, there.sending_gpus, here.zone_gpu, here.sending_gpus).seconds(back)
+            )
     channel = np.arange(work.size, dtype=np.int32).reshape(shape)
     links = tuple(LinkCost(f"{'><'[d]} {b} p{c}", PRIVATE) for d, c, b in np.ndindex(*shape))
     zero = np.zeros(shape, np.int64)

@@ -1,7 +1,7 @@
 """Links between clusters from best to worst, and which clusters the best k links connect, for lower bounds.
 
-Whatever a plan uses is connected, by transfers or by gradient rings. So what has no room in the clusters that the best
-k links connect needs one of the other links. Knows clusters and tables, no outlines.
+Whatever a plan uses is connected, by transfers or by gradient rings. So a plan with more GPUs than the clusters that
+the best k links connect needs one of the other links. Knows clusters and tables, no outlines.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ClusterLinks:
         self.pairs = sorted(pairs, key=lambda pair: (float(both_s[pair]), pair))
         self.forward_s, self.backward_s = send.min(axis=(0, 1)), back.min(axis=(0, 1))
         """(run, next run): over any pair."""
-        self.room = self._connected(tables.rooms[:, None])[:, 0]
+        self.connected_gpus = self._connected(tables.cluster_gpus[:, None])[:, 0]
         """By number of links: GPUs that they connect."""
 
     def _connected(self, weights: Ints) -> Ints:
@@ -48,7 +48,7 @@ class ClusterLinks:
     def whole_columns(self) -> Ints:
         """(number of links, GPUs of a column): columns that are whole in some cluster, of connected clusters."""
         gpus = np.maximum(1, np.arange(self.tables.num_gpus + 1))
-        return self._connected(self.tables.rooms[:, None] // gpus)
+        return self._connected(self.tables.cluster_gpus[:, None] // gpus)
 
     def by_level(self, table: Floats) -> Floats:
         """(a, b, ...) to (level, ...): the least over the links of a level and beyond."""
