@@ -176,7 +176,7 @@ def show(*things: Any) -> None:
 
 
 def _indented(line: str) -> str | Padding:
-    from rich.padding import Padding
+    from rich.padding import Padding  # as in `show`
     from rich.text import Text
 
     words = line.lstrip(" ")
@@ -222,7 +222,7 @@ class Meter:
     """A progress bar on stderr, shown after `PATIENCE_S`, and only on a terminal."""
 
     def __init__(self) -> None:
-        from rich.console import Console
+        from rich.console import Console  # as in `show`
         from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
         console = Console(stderr=True)

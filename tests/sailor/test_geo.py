@@ -54,14 +54,14 @@ def seconds_only(seconds: Floats, usd_per_s: Floats, egress_usd: Floats) -> Floa
 def every_candidate(tables: SailorTables) -> list[tuple[float, SailorCandidate]]:
     """Each outline's candidates, beside the outline's bound, with nothing ruled out."""
     found = []
-    sketch = OutlineGenerator(tables)
-    for kind in (sketch.even, sketch.stepped):
+    generator = OutlineGenerator(tables)
+    for kind in (generator.even, generator.stepped):
         outlines, _ = kind(seconds_only, INFINITE)
         for index in range(0, len(outlines.columns), 7):
             one = outlines.take(np.array([index]))
-            expansion = OutlinePlacer(tables, one, seconds_only)
-            expansion.least = np.zeros_like(expansion.least)
-            for candidate in expansion.candidates(team_structures(tables), lambda: INFINITE):
+            placer = OutlinePlacer(tables, one, seconds_only)
+            placer.least = np.zeros_like(placer.least)
+            for candidate in placer.candidates(team_structures(tables), lambda: INFINITE):
                 found.append((float(one.bound_s.min()), candidate))
     return found
 

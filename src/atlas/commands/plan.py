@@ -110,8 +110,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write a chart of time and cost with the Pareto front (.svg or .html)",
     )
-    group = parser.add_argument_group("plan from files of Sailor (SOSP'25) instead of a job; docs/sailor.md")
-    plan_sailor.configure(group)
+    plan_sailor.configure(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -33,8 +33,8 @@ MAX_USD, MAX_USD_PER_HOUR = 1e12, 1e6
 """Upper limits of --max-usd and --gpu-price."""
 
 
-def configure(group: argparse._ActionsContainer) -> None:
-    add = group.add_argument
+def configure(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("plan from files of Sailor (SOSP'25) instead of a job; docs/sailor.md").add_argument
     add("--from-sailor", type=Path, metavar="DIR", help="the folder with Sailor's files")
     add("--trace", metavar="TRACE.csv", help="GPUs by zone; a path, or a name in DIR/traces")
     add("--model", metavar="NAME", help="a model of Sailor's files, such as OPT-350")

@@ -7,14 +7,14 @@ Knows objectives only as a `Score` of (seconds, USD a second of GPUs, USD of egr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import combinations_with_replacement, groupby, pairwise, product
+from typing import NamedTuple
 
 import numpy as np
 
-from atlas.sailor.cluster_links import least_of_borders
 from atlas.sailor.judge import MAX_RING_TP
-from atlas.sailor.lower_bounds import RINGS, Outlines, Score, combined_comm_s
+from atlas.sailor.lower_bounds import RINGS, Outlines, Score, combined_comm_s, runs_by_stage
 from atlas.sailor.placements import (
     ClusterCells,
     FilledStructure,
@@ -55,8 +55,7 @@ class SailorCandidate:
     ends: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class PlacementBatch:
+class PlacementBatch(NamedTuple):
     """Placements with a way to split them, and what the formula needs to know of them; one entry each."""
 
     outline: Ints
@@ -79,13 +78,7 @@ class PlacementBatch:
     crossing_usd: Floats
 
     def take(self, which: Ints) -> PlacementBatch:
-        return PlacementBatch(*(getattr(self, field.name)[which] for field in fields(self)))
-
-
-def _joined(parts: Sequence[PlacementBatch]) -> PlacementBatch:
-    return PlacementBatch(
-        *(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(PlacementBatch))
-    )
+        return PlacementBatch._make(field[which] for field in self)
 
 
 class OutlinePlacer:
@@ -93,14 +86,11 @@ class OutlinePlacer:
 
     def __init__(self, tables: SailorTables, outlines: Outlines, score: Score) -> None:
         self.tables, self.outlines, self.score = tables, outlines, score
-        tables, first = self.tables, outlines.first[:, None]
-        self.stage = np.arange(int(outlines.num_stages.max()))
-        self.run = np.where(self.stage < outlines.num_first[:, None], first, outlines.second[:, None])
-        self.inside = self.stage < outlines.num_stages[:, None]
+        self.run, self.inside = runs_by_stage(outlines.first, outlines.num_first, outlines.second, outlines.num_stages)
+        self.stage = np.arange(self.run.shape[1])
         self.next_run = self.run * len(tables.runs) + np.roll(self.run, -1, axis=1)
         self.waits = np.ceil(tables.inputs.global_batch / (tables.mbs * outlines.columns)) - 1
-        work = np.array([[tables.work_s([*a, *b]) for b in tables.runs] for a in tables.runs])
-        self.work_s = work[outlines.first, outlines.second]
+        self.work_s = tables.work_s[outlines.first, outlines.second]
         sync_tp = np.array([min(MAX_RING_TP, tp) for _, tp in tables.kinds])
         self.gradients = np.array(tables.stage_bytes) / sync_tp[:, None]
         rings = tables.rings_s(outlines.share_bytes, outlines.columns)
@@ -110,11 +100,6 @@ class OutlinePlacer:
         """(outline, way to connect)."""
         self.rings_s = np.moveaxis(rings, 2, 0).reshape(len(rings[0, 0]), -1)
         """(outline, pair of clusters)."""
-        best = tables.send_s.min(axis=(0, 1)) + tables.back_s.min(axis=(0, 1))
-        least_layer = float(np.diff(tables.layers.time_s, axis=1).min())
-        self.extra_s = least_of_borders(np.maximum(0.0, tables.send_s + tables.back_s - best))
-        self.wait_s = least_of_borders(np.maximum(tables.send_s, tables.back_s)) + least_layer
-        """(a, b, first run, second run): what a crossing adds at least, and what a stage beside it takes."""
 
     def candidates(self, structures: Sequence[TeamStructure], limit: Callable[[], float]) -> Iterator[SailorCandidate]:
         """Every candidate whose bound is below the limit, which may fall meanwhile."""
@@ -124,7 +109,7 @@ class OutlinePlacer:
             self.placed: list[FilledStructure] = []
             found = [cases for way, early, teams in group for cases in self._bounded(teams, early, way, limit())]
             if found:
-                yield from self._in_order(_joined(found), seen, limit)
+                yield from self._in_order(PlacementBatch(*map(np.concatenate, zip(*found, strict=True))), seen, limit)
 
     def _in_order(
         self, every: PlacementBatch, seen: set[tuple[int, bool, tuple[Row, ...]]], limit: Callable[[], float]
@@ -168,6 +153,7 @@ class OutlinePlacer:
     def _rough_score(self, placed: FilledStructure) -> Floats:
         """A lower bound of what the placements will score: the worst crossing, and the best ring between two teams."""
         outlines, rings = placed.outlines, self.rings_s[placed.index]
+        extra_s, wait_s = self.tables.crossing_s
         extra, wait = np.zeros(len(rings)), outlines.slowest_s
         for here, there in _facing(placed):
             a, b = here.cluster, there.cluster
@@ -175,8 +161,8 @@ class OutlinePlacer:
                 start, stop = _cells(here, there)
                 crosses = start < stop
                 pair = (a, b, outlines.first, outlines.second)
-                extra = np.maximum(extra, np.where(crosses, self.extra_s[pair], 0.0))
-                wait = np.maximum(wait, np.where(crosses, self.wait_s[pair], 0.0))
+                extra = np.maximum(extra, np.where(crosses, extra_s[pair], 0.0))
+                wait = np.maximum(wait, np.where(crosses, wait_s[pair], 0.0))
         num, clusters = len(self.tables.clusters), {(part.team, part.cluster) for part in placed.parts}
         pairs = [a * num + b for (s, a), (t, b) in product(clusters, repeat=2) if s < t] or [
             a * num + a for _, a in clusters
@@ -291,12 +277,12 @@ class OutlinePlacer:
         if not left.size:
             return
         cases, by_work = cases.take(left), by_work[left]
-        stages, work = self._stages(cases), replace(work, fixed=cases.comm_s, limit=slowest[left])
+        stages, work = self._stages(cases), work._replace(fixed=cases.comm_s, limit=slowest[left])
         rings = StageLimit(self.gradients, np.zeros(cases.comm_s.shape), self.outlines.share_bytes[cases.outline])
         both, held_both = balanced(layers, stages, rings, work)
         by_rings, _ = balanced(layers, stages, rings)
         share = totals(rings, stages, by_rings).max(axis=1)
-        by_rings, held_rings = balanced(layers, stages, work, replace(rings, limit=share))
+        by_rings, held_rings = balanced(layers, stages, work, rings._replace(limit=share))
         found = [self._seconds(cases, ends) for ends in (by_work, both, by_rings)]
         for case, num_stages in enumerate(stages.num_stages):
             splits = [(by_work, True), (both, held_both[case]), (by_rings, held_rings[case])]

@@ -58,19 +58,9 @@ class ClusterLinks:
     @cached_property
     def extra_s(self) -> Floats:
         """(level, first run, second run): what a crossing adds at least to the transfers, there and back."""
-        added = self.tables.send_s + self.tables.back_s - (self.forward_s + self.backward_s)
-        return least_of_borders(self.by_level(np.maximum(0.0, added)))
+        return self.by_level(self.tables.crossing_s[0])
 
     @cached_property
     def wait_s(self) -> Floats:
         """(level, first run, second run): what a stage beside a crossing takes at least."""
-        least_layer = float(np.diff(self.tables.layers.time_s, axis=1).min())
-        return least_of_borders(self.by_level(np.maximum(self.tables.send_s, self.tables.back_s))) + least_layer
-
-
-def least_of_borders(table: Floats) -> Floats:
-    """(..., run, next run), for stages of one run and then another: the least between two of the first, two of the
-    second, or one of each.
-    """
-    own = np.diagonal(table, axis1=-2, axis2=-1)
-    return np.minimum(np.minimum(own[..., :, None], own[..., None, :]), table)
+        return self.by_level(self.tables.crossing_s[1])

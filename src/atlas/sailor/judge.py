@@ -64,7 +64,7 @@ class PlanJudge:
         self.num_microbatches = math.ceil(inputs.global_batch / (plan.mbs * plan.num_replicas))
         self._columns = [list(zip(*pair, strict=True)) for pair in pairwise(plan.replicas)]
         self._sends = [
-            ({_sending(inputs, a, b) for a, b in pairs}, {_sending(inputs, b, a) for a, b in pairs})
+            ({sending_fit(inputs, a, b) for a, b in pairs}, {sending_fit(inputs, b, a) for a, b in pairs})
             for pairs in map(set, self._columns)
         ]
         self._kinds = [{(replica.gpu, replica.tp) for replica in stage} for stage in plan.replicas]
@@ -140,8 +140,8 @@ class PlanJudge:
         for end, pairs in zip(ends[:-1], self._columns, strict=True):
             onward, back = (activation_bytes(inputs, layer, self.plan.mbs) for layer in (end - 1, end))
             for a, b in dict.fromkeys(pairs):
-                yield a, b, _sending(inputs, a, b), onward
-                yield b, a, _sending(inputs, b, a), back
+                yield a, b, sending_fit(inputs, a, b), onward
+                yield b, a, sending_fit(inputs, b, a), back
         for i, (stage, span) in enumerate(zip(self.plan.replicas, pairwise([0, *ends]), strict=True)):
             whole = self._ring_bytes(i, *span)
             for a, b in dict.fromkeys(pairwise(stage)):
@@ -149,7 +149,8 @@ class PlanJudge:
                     yield a, b, _ringing(inputs, a, b), bucket / self.num_replicas
 
 
-def _sending(inputs: Inputs, a: Replica, b: Replica) -> BandwidthFit:
+def sending_fit(inputs: Inputs, a: Replica, b: Replica) -> BandwidthFit:
+    """For activations and their gradients."""
     return inputs.network.fit(a.zone_gpu, a.sending_gpus, b.zone_gpu, b.sending_gpus)
 
 

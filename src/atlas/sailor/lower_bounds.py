@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -32,8 +32,7 @@ RINGS, ONE_WAY, TEAMS, OVERLAP = range(4)
 cluster; or which may share some."""
 
 
-@dataclass(frozen=True)
-class Outlines:
+class Outlines(NamedTuple):
     """One entry for each outline: `num_first` stages of one run, then `num_second` (perhaps 0) of another."""
 
     columns: Ints
@@ -51,7 +50,7 @@ class Outlines:
     """(outline, way to connect)."""
 
     def take(self, index: Ints) -> Outlines:
-        return Outlines(*(getattr(self, field.name)[index] for field in fields(self)))
+        return Outlines._make(field[index] for field in self)
 
     @property
     def num_stages(self) -> Ints:
@@ -157,12 +156,11 @@ class OutlineBounds:
         gpus = num_first * self.tp[first] + num_second * self.tp[second]
         first, num_first, second, num_second = rows[gpus <= tables.num_gpus].T
         num_stages = num_first + num_second
-        run, inside = self._by_stage(first, num_first, second, num_stages)
+        run, inside = runs_by_stage(first, num_first, second, num_stages)
         comm = self._comm_s(run, num_stages)
         pace_by_stage = np.where(inside, 1 / self.ratio[run], 0.0)
         pace = pace_by_stage.sum(axis=1)
-        work_table = np.array([[tables.work_s([*a, *b]) for b in tables.runs] for a in tables.runs])
-        work = work_table[first, second]
+        work = tables.work_s[first, second]
         ideal = (work + (comm * pace_by_stage).sum(axis=1)) / pace
         ratio, other = self.ratio[first], self.ratio[second]
         return OutlineShapes(
@@ -184,7 +182,7 @@ class OutlineBounds:
     def with_whole_layers(self, shapes: OutlineShapes) -> tuple[OutlineShapes, Bools]:
         """With bounds for whole layers, and whether memory allows any split."""
         num_stages = shapes.num_first + shapes.num_second
-        run, inside = self._by_stage(shapes.first, shapes.num_first, shapes.second, num_stages)
+        run, inside = runs_by_stage(shapes.first, shapes.num_first, shapes.second, num_stages)
         stages = Stages(num_stages, run[:, None], inside[:, None], np.zeros(len(run), dtype=bool))
         work = StageLimit(self.layers.time_s, self._comm_s(run, num_stages), shapes.slowest_s)
         ends, held = balanced(self.layers, stages, work)
@@ -193,11 +191,6 @@ class OutlineBounds:
         ends, _ = balanced(self.layers, stages, gradients)
         share = totals(gradients, stages, ends).max(axis=1)
         return shapes._replace(slowest_s=slowest * ROUNDED, share_bytes=share * ROUNDED), held
-
-    def _by_stage(self, first: Ints, num_first: Ints, second: Ints, num_stages: Ints) -> tuple[Ints, Bools]:
-        """(shape, stage): the run, and whether there is such a stage."""
-        stage = np.arange(int(num_stages.max(initial=1)))
-        return np.where(stage < num_first[:, None], first[:, None], second[:, None]), stage < num_stages[:, None]
 
     def _comm_s(self, run: Ints, num_stages: Ints) -> Floats:
         """What each stage waits over the best links."""
@@ -274,6 +267,12 @@ class _RingTimes:
         """Over the best pair."""
         least: Floats = self.table.min(axis=(0, 1))
         return least[self.inverse]
+
+
+def runs_by_stage(first: Ints, num_first: Ints, second: Ints, num_stages: Ints) -> tuple[Ints, Bools]:
+    """(outline, stage): the run, and whether there is such a stage."""
+    stage = np.arange(int(num_stages.max(initial=1)))
+    return np.where(stage < num_first[:, None], first[:, None], second[:, None]), stage < num_stages[:, None]
 
 
 def combined_comm_s(forward_s: Floats, backward_s: Floats, num_stages: Ints) -> Floats:

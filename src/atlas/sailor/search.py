@@ -39,8 +39,9 @@ MOVE_SLACK = 1.02
 """How far above the best judged score a candidate may start and still get zones: moving layers may gain this much."""
 SLACK = 1.03
 """How far a bound may lie above the best score so far, where the choice of zones will still change that score."""
-FIRST_BATCH, MAX_BATCH = 64, 1024
-"""Outlines that are placed together, at first and at most, best bounds first: each batch may lower the limit."""
+FIRST_BATCH, BATCH_GROWTH, MAX_BATCH = 64, 4, 1024
+"""Outlines that are placed together: at first, the factor from batch to batch, and at most. Best bounds come first, and
+each batch may lower the limit."""
 TIGHTER = (0.95, 0.9, 0.8, 0.7, 0.6)
 """Shares of a limit on money that candidates must keep, where zones make all others too expensive."""
 INFINITE = float("inf")
@@ -96,14 +97,14 @@ class SailorSearch:
         return self._found()
 
     def _look(self, tables: dict[int, SailorTables]) -> None:
-        sketches = {mbs: OutlineGenerator(t) for mbs, t in tables.items()}
+        generators = {mbs: OutlineGenerator(t) for mbs, t in tables.items()}
         structures = {mbs: team_structures(t) for mbs, t in tables.items()}
         for kind in (OutlineGenerator.even, OutlineGenerator.stepped):
-            found = {mbs: kind(sketch, self._scores, self.limit) for mbs, sketch in sketches.items()}
+            found = {mbs: kind(generator, self._scores, self.limit) for mbs, generator in generators.items()}
             self.num_outlines += sum(len(least) for _, least in found.values())
             for mbs, outlines in self._batches(found):
-                expansion = OutlinePlacer(tables[mbs], outlines, self._scores)
-                for candidate in expansion.candidates(structures[mbs], lambda: self.limit):
+                placer = OutlinePlacer(tables[mbs], outlines, self._scores)
+                for candidate in placer.candidates(structures[mbs], lambda: self.limit):
                     self._keep(candidate)
 
     def _batches(self, found: dict[int, tuple[Outlines, Floats]]) -> Iterator[tuple[int, Outlines]]:
@@ -116,7 +117,7 @@ class SailorSearch:
                 return
             outlines, least = found[mbs]
             stop = min(at[mbs] + size, int(np.searchsorted(least, self.limit)))
-            start, at[mbs], size = at[mbs], stop, min(MAX_BATCH, 4 * size)
+            start, at[mbs], size = at[mbs], stop, min(MAX_BATCH, BATCH_GROWTH * size)
             yield mbs, outlines.take(np.arange(start, stop))
 
     def _found(self) -> SailorResult:

@@ -6,7 +6,7 @@ because a longer run is never faster nor smaller. Many placements at once, along
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,8 +16,7 @@ ROUNDING = 1e-12
 """A sum may exceed its limit by this, relative and absolute."""
 
 
-@dataclass(frozen=True)
-class Stages:
+class Stages(NamedTuple):
     """What is to be split; one entry for each placement."""
 
     num_stages: Ints
@@ -29,11 +28,10 @@ class Stages:
     """A head whose output is large is alone on the last stage or shares it: what it sends differs."""
 
     def take(self, which: Ints) -> Stages:
-        return Stages(*(getattr(self, field.name)[which] for field in fields(self)))
+        return Stages._make(field[which] for field in self)
 
 
-@dataclass(frozen=True)
-class StageLimit:
+class StageLimit(NamedTuple):
     """Something of which no stage may have more than a limit: seconds, or bytes of gradients."""
 
     prefix: Floats

@@ -16,7 +16,6 @@ from itertools import accumulate, product
 import numpy as np
 from numpy.typing import NDArray
 
-from atlas.ir.program import Ints
 from atlas.sailor.inputs import Inputs, Pool
 from atlas.sailor.judge import FLOAT_BYTES, STATE_BYTES_PER_PARAM, all_reduce_s, reserved_bytes
 from atlas.sailor.links import BandwidthFit
@@ -27,6 +26,7 @@ PROBE_BYTES = 32e6
 """Bandwidths of zones are compared at this size."""
 MIN_TIME_S = 1e-9
 """So that ratios of times are finite where layers were measured as 0."""
+Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
@@ -149,10 +149,12 @@ class SailorTables:
     def _middle_s(self, times: Floats) -> float:
         return float(max(times[-2] - times[1] if self.num_layers > 2 else times[-1], MIN_TIME_S))
 
-    def work_s(self, kinds: Sequence[int]) -> float:
-        """All layers in the reference kind's seconds: a stage of a kind takes at least `ratio` x its share."""
-        steps = np.diff(self.layers.time_s[list(kinds)], axis=1) / self.ratio[list(kinds), None]
-        return float(steps.min(axis=0).sum())
+    @cached_property
+    def work_s(self) -> Floats:
+        """(first run, second run): all layers in the reference kind's seconds. A stage of a kind takes at least `ratio`
+        x its share."""
+        steps = np.diff(self.layers.time_s, axis=1) / self.ratio[:, None]
+        return np.array([[steps[[*a, *b]].min(axis=0).sum() for b in self.runs] for a in self.runs])
 
     # ---- links -------------------------------------------------------------------------------------------
     def _send_table(self, num_bytes: float) -> Floats:
@@ -166,6 +168,15 @@ class SailorTables:
                 seconds[key] = min((float(fit.seconds(num_bytes)) for fit in fits), default=float("inf"))
             table[a, b, here, there] = seconds[key]
         return table
+
+    @cached_property
+    def crossing_s(self) -> tuple[Floats, Floats]:
+        """(a, b, first run, second run): what a crossing adds at least to the transfers, there and back; and what a
+        stage beside it takes at least."""
+        send, back = self.send_s, self.back_s
+        extra = np.maximum(0.0, send + back - (send.min(axis=(0, 1)) + back.min(axis=(0, 1))))
+        least_layer = float(np.diff(self.layers.time_s, axis=1).min())
+        return _least_of_borders(extra), _least_of_borders(np.maximum(send, back)) + least_layer
 
     @cached_property
     def head_back_s(self) -> Floats:
@@ -210,3 +221,11 @@ class SailorTables:
 
 def _prefix(values: Sequence[float]) -> list[float]:
     return list(accumulate(values, initial=0.0))
+
+
+def _least_of_borders(table: Floats) -> Floats:
+    """(..., run, next run), for stages of one run and then another: the least between two of the first, two of the
+    second, or one of each.
+    """
+    own = np.diagonal(table, axis1=-2, axis2=-1)
+    return np.minimum(np.minimum(own[..., :, None], own[..., None, :]), table)
