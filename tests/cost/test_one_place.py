@@ -164,7 +164,7 @@ def _estimates(job: Job) -> Iterator[tuple[Estimate, int, Candidate]]:
         for depth in depths(space, cluster, setup):
             batch = variants(space, setup, depth)
             if batch is not None and depth > 1:
-                found = estimate(space, cluster, frame.model, batch)
+                found = estimate(space, cluster, setup.model, batch)
                 for v in np.flatnonzero(found.fits)[::2].tolist():
                     yield found, v, entry_of(space, cluster, batch, found, v, 0.0, 0.0).candidate
 
