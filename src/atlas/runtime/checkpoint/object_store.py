@@ -44,7 +44,7 @@ class S3BlobStore:
     """A prefix of a bucket."""
 
     def __init__(self, url: str) -> None:
-        import obstore
+        import obstore  # of the extra s3, which few runs need
         from obstore.store import S3Store
 
         self.url = url.rstrip("/")
@@ -156,7 +156,7 @@ class ObjectReader(BlobFile):
 @contextlib.contextmanager
 def _os_errors() -> Iterator[None]:
     """Errors of obstore as OSErrors, in one line. A missing object is a FileNotFoundError already."""
-    from obstore import exceptions
+    from obstore import exceptions  # as above
 
     try:
         yield
