@@ -20,7 +20,7 @@ from common.report import Report
 from bubbletea.admit.aims import Aims
 from bubbletea.admit.decide import admit, advance, complete
 from bubbletea.admit.records import Placement
-from bubbletea.admit.state import State
+from bubbletea.admit.state import AdmissionState
 from bubbletea.sim.replay import Ours, arrivals, play
 from bubbletea.sim.scene import scene_of
 from bubbletea.sim.traces import RequestTrace, load_trace, synthetic
@@ -57,7 +57,7 @@ def main() -> int:
     return report.finish()
 
 
-def measured(state: State, trace: RequestTrace, tokens_per_s: float) -> tuple[list[float], list[int]]:
+def measured(state: AdmissionState, trace: RequestTrace, tokens_per_s: float) -> tuple[list[float], list[int]]:
     """Microseconds of each decision, and the number of waiting requests."""
     times, waiting, ends = [], [], list[tuple[int, str]]()
     for request in arrivals(trace, tokens_per_s, 10**15, "online", 20.0, 1):

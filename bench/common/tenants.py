@@ -28,7 +28,7 @@ from atlas.runtime.stage import Stage
 from atlas.runtime.waits import SharedDevice
 from bubbletea.prefill.arena import Arena
 from bubbletea.prefill.engine import PrefillEngine
-from bubbletea.prefill.filling import Filling
+from bubbletea.prefill.filling import WaitFilling
 from bubbletea.prefill.guard import Guard
 from bubbletea.prefill.job import PrefillPiece, PrefillTask, even_ends
 from bubbletea.prefill.piece_times import PieceTimes
@@ -198,10 +198,10 @@ class Prefill:
         self._shared = SharedDevice(device, self.spans.append)
         threading.Thread(target=self._offer, daemon=True).start()
 
-    def filling(self, rhythm: Rhythm, throttle: Throttle | None) -> Filling:
+    def filling(self, rhythm: Rhythm, throttle: Throttle | None) -> WaitFilling:
         """A new guard, as cautious as in the service."""
         risk = min(MAX_RISK, BUDGET * rhythm.period_ns / (rhythm.num_waits * PIECE_NS))
-        return Filling(self.engine, Guard(risk), self._shared, SWITCH_NS, throttle=throttle)
+        return WaitFilling(self.engine, Guard(risk), self._shared, SWITCH_NS, throttle=throttle)
 
     @property
     def kv_bytes_per_token(self) -> int:

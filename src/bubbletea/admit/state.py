@@ -83,7 +83,7 @@ class QueueEntry:
         return (*range(self.first_token + self.chunk, self.end_token, self.chunk), self.end_token)
 
 
-class State:
+class AdmissionState:
     """Lanes, their placements, and waiting requests."""
 
     def __init__(
@@ -228,7 +228,7 @@ class State:
         return int(most.min(axis=1).max())
 
 
-def worker_arrays(state: State) -> WorkerArrays:
+def worker_arrays(state: AdmissionState) -> WorkerArrays:
     """Forecast, network and costs as the arrays that `fit` works on."""
     pattern, costs = state.forecast.pattern, state.costs
     start, end = state.forecast.spans()

@@ -28,7 +28,7 @@ MAX_READ_BYTES = 1 << 36
 
 
 @dataclass(frozen=True)
-class Caller:
+class EngineIdentity:
     """Who fetches, and how it proves that it may."""
 
     token: str
@@ -48,7 +48,7 @@ class Caller:
 class Fetcher(Closing):
     """A connection to one worker; not thread-safe, but another thread may `close` it."""
 
-    def __init__(self, host: str, port: int, caller: Caller, peer: str = "") -> None:
+    def __init__(self, host: str, port: int, caller: EngineIdentity, peer: str = "") -> None:
         """`peer`: the name in the certificate of the other side; empty: the connection is not encrypted."""
         self._by_nixl = caller.by_nixl
         sock = socket.create_connection((host, port), timeout=PATIENCE_S)
@@ -128,7 +128,7 @@ class Fetcher(Closing):
         self._sock.close()
 
 
-def _secured(sock: socket.socket, caller: Caller, peer: str) -> FrameSocket:
+def _secured(sock: socket.socket, caller: EngineIdentity, peer: str) -> FrameSocket:
     from bubbletea.prefill.tls import secured
 
     if not caller.certs:

@@ -28,7 +28,7 @@ from bubbletea.frames import ClosedError, TokenRefused
 from bubbletea.kv_server import KvServer, KvServerThread
 from bubbletea.prefill.arena import Arena
 from bubbletea.prefill.engine import LANE, PrefillEngine
-from bubbletea.prefill.filling import Filling
+from bubbletea.prefill.filling import WaitFilling
 from bubbletea.prefill.guard import Guard
 from bubbletea.prefill.joining import WorkerIdentity, join
 from bubbletea.prefill.kept_parts import KeptParts
@@ -60,7 +60,7 @@ class PrefillWorker:
         self._transport: Endpoint | None = None
         self._order: WorkerOrder | None = None
         self._arena: Arena | None = None
-        self._filling: Filling | None = None
+        self._filling: WaitFilling | None = None
         self._parts = KeptParts()
         self._kv_server: KvServerThread | None = None
         """Where decode engines fetch what this worker has computed."""
@@ -189,7 +189,7 @@ class PrefillWorker:
         if self._trains:
             # A restarted training does not keep admitted requests waiting for three iterations without prefill.
             throttle = Throttle(order.budget, order.sensitivity, 0 if link.has_baseline else ALONE_FIRST)
-        self._filling = Filling(engine, self._guard, self._device, order.margin_ns, paced_ns, throttle)
+        self._filling = WaitFilling(engine, self._guard, self._device, order.margin_ns, paced_ns, throttle)
         return engine
 
     def _load(self, order: WorkerOrder, link: ServiceLink) -> PrefillEngine:

@@ -39,7 +39,7 @@ After one that has not, it is one less."""
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptPlace:
     """What is kept for a refused request. `request` has an id of its own."""
 
     request: PrefillRequest
@@ -61,7 +61,7 @@ class Admission:
         self, planner: Planner, store: KvStore, metrics: ServiceMetrics, limit: SlowdownLimit | None = None
     ) -> None:
         self.planner, self.store, self.metrics, self.limit = planner, store, metrics, limit
-        self._kept: dict[bytes, deque[Kept]] = {}
+        self._kept: dict[bytes, deque[KeptPlace]] = {}
         """By key: equal requests in the order of their refusal."""
         self._trust: Counter[str] = Counter()
         """By tenant: more than TRUSTED, or less."""
@@ -135,7 +135,7 @@ class Admission:
         retry_s = UNKNOWN_S if math.isinf(at_s) else max(TICK_S, at_s - time.monotonic())
         if self._may_keep(key, tenant):
             store.promise(request.id, room, tenant)
-            self._keep(key, Kept(request, request.arrival_ns + int(retry_s * SECOND), "memory"))
+            self._keep(key, KeptPlace(request, request.arrival_ns + int(retry_s * SECOND), "memory"))
         raise Refused("memory", retry_s, detail)
 
     def _refused(self, refusal: AdmissionRefusal, key: bytes) -> Refused:
@@ -150,7 +150,7 @@ class Admission:
         if self._may_keep(key, request.tenant):
             if refusal.reason == "share":
                 self.planner.charge(request.tenant, request.prompt_tokens)
-            self._keep(key, Kept(request, at_ns, refusal.reason, refusal.lane_ns))
+            self._keep(key, KeptPlace(request, at_ns, refusal.reason, refusal.lane_ns))
         return Refused(refusal.reason, max(0.0, (at_ns - time.monotonic_ns()) / SECOND))
 
     # ---- what is kept ------------------------------------------------------------------------------------------
@@ -164,12 +164,12 @@ class Admission:
     def _may_keep(self, key: bytes, tenant: str) -> bool:
         return bool(key) and self._num_kept[tenant] < TRUSTED + self._trust[tenant]
 
-    def _keep(self, key: bytes, kept: Kept) -> None:
+    def _keep(self, key: bytes, kept: KeptPlace) -> None:
         self._kept.setdefault(key, deque()).append(kept)
         self._num_kept[kept.request.tenant] += 1
         self.kept_ns += kept.lane_ns
 
-    def _taken(self, key: bytes) -> Kept:
+    def _taken(self, key: bytes) -> KeptPlace:
         """It is not waited for any more; what is kept for it still is."""
         row = self._kept[key]
         kept = row.popleft()
@@ -177,7 +177,7 @@ class Admission:
             del self._kept[key]
         return kept
 
-    def _free(self, kept: Kept) -> None:
+    def _free(self, kept: KeptPlace) -> None:
         request = kept.request
         self._num_kept[request.tenant] -= 1
         self.kept_ns -= kept.lane_ns
@@ -186,6 +186,6 @@ class Admission:
             self.planner.charge(request.tenant, -request.prompt_tokens)
 
 
-def _is_promised(refusal: AdmissionRefusal, kept: Kept) -> bool:
+def _is_promised(refusal: AdmissionRefusal, kept: KeptPlace) -> bool:
     """It is taken even though it does not fit now: windows have become shorter, or a lane was lost."""
     return refusal.reason == "share" or (kept.reason == "deadline" and refusal.reason in ("deadline", "no-lane"))

@@ -23,7 +23,7 @@ from starlette.routing import Route
 
 from atlas import __version__
 from bubbletea.handoff.sampling import Sampling
-from bubbletea.serve.auth import Keys
+from bubbletea.serve.auth import ApiKeys
 from bubbletea.serve.errors import ApiError, of_validation
 from bubbletea.serve.schema import ChatRequest, CompletionRequest, openapi
 from bubbletea.serve.service import Delta, Service, TextRequest, chat_prompt
@@ -47,7 +47,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 class Api:
     """`app` is the ASGI application."""
 
-    def __init__(self, service: Service, keys: Keys, max_body_bytes: int = MAX_BODY_BYTES) -> None:
+    def __init__(self, service: Service, keys: ApiKeys, max_body_bytes: int = MAX_BODY_BYTES) -> None:
         self.service, self.keys, self.max_body_bytes = service, keys, max_body_bytes
         self._openapi = openapi(__version__)
         routes = [

@@ -29,16 +29,16 @@ from bubbletea.prefill.piece_times import PieceTimes
 from bubbletea.prefill.shard import ModelShard, Served
 from bubbletea.prefill.warming import warm_up
 from bubbletea.serve.api import Api
-from bubbletea.serve.auth import Keys
+from bubbletea.serve.auth import ApiKeys
 from bubbletea.serve.connections import WorkerConnections
 from bubbletea.serve.dispatch import Dispatcher
 from bubbletea.serve.metrics import ServiceMetrics
 from bubbletea.serve.planner import Planner
-from bubbletea.serve.prefix_store import Prefixes
+from bubbletea.serve.prefix_store import PrefixStore
 from bubbletea.serve.roster import Roster
 from bubbletea.serve.service import Service
 from bubbletea.serve.slowdown_limit import SlowdownLimit
-from bubbletea.serve.tokens import Text
+from bubbletea.serve.tokens import ServedTokenizer
 from bubbletea.serve.worker_windows import WorkerWindows
 from bubbletea.windows.bubbles import Forecast
 
@@ -89,7 +89,7 @@ class WorkersAt:
 
 
 @dataclass
-class Parts:
+class AssembledService:
     """A service, ready to `start` on a running event loop."""
 
     settings: ServiceSettings
@@ -136,7 +136,7 @@ class Parts:
             self.service.decoder.close()
 
 
-def assemble(settings: ServiceSettings, windows: WorkerWindows, keys: Keys, token: str = "") -> Parts:
+def assemble(settings: ServiceSettings, windows: WorkerWindows, keys: ApiKeys, token: str = "") -> AssembledService:
     served = settings.served
     token = token or secrets.token_hex(32)
     layer = windows.pace or windows.layer or calibrated(served, settings.chunk)
@@ -164,14 +164,14 @@ def assemble(settings: ServiceSettings, windows: WorkerWindows, keys: Keys, toke
     roster = Roster(orders, windows.numbers, windows.plan, windows.device)
     connections = WorkerConnections(token, roster.find, served.id)
     store, metrics = KvStore(served, settings.store_bytes, keys.weights), ServiceMetrics(settings.name)
-    prefixes = Prefixes(settings.prefix_bytes if settings.decodes else 0, keys.weights)
+    prefixes = PrefixStore(settings.prefix_bytes if settings.decodes else 0, keys.weights)
     limit = SlowdownLimit(settings.budget, metrics.iterations.observe) if windows.trains else None
     dispatcher = Dispatcher(connections, planner, store, prefixes, metrics, settings.patience_s, limit=limit)
     kv_server = KvServer(store, token)
-    text = Text.of_folder(served.folder) if served.folder is not None else Text.of_bytes()
+    text = ServedTokenizer.of_folder(served.folder) if served.folder is not None else ServedTokenizer.of_bytes()
     decoder = DecodeEngine(served) if settings.decodes else None
     service = Service(settings.name, served, text, dispatcher, decoder, kv_server, metrics, settings.deadline_s)
-    return Parts(settings, token, lanes, connections, dispatcher, kv_server, service, Api(service, keys))
+    return AssembledService(settings, token, lanes, connections, dispatcher, kv_server, service, Api(service, keys))
 
 
 def _chunks(longest: int) -> tuple[int, ...]:

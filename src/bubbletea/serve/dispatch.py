@@ -31,7 +31,7 @@ from bubbletea.serve.connections import ConnectedWorker, WorkerConnections
 from bubbletea.serve.metrics import ServiceMetrics
 from bubbletea.serve.planner import Planner
 from bubbletea.serve.prefills import HandedBack, Prefilled, Prompt
-from bubbletea.serve.prefix_store import Prefixes
+from bubbletea.serve.prefix_store import PrefixStore
 from bubbletea.serve.slowdown_limit import SlowdownLimit
 
 log = logging.getLogger("bubbletea.serve")
@@ -88,7 +88,7 @@ class Dispatcher:
         connections: WorkerConnections,
         planner: Planner,
         store: KvStore,
-        prefixes: Prefixes,
+        prefixes: PrefixStore,
         metrics: ServiceMetrics,
         patience_s: float = 30.0,
         lane_s: float = LANE_S,

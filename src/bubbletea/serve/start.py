@@ -33,11 +33,11 @@ from bubbletea.prefill.joining import SERVICE
 from bubbletea.prefill.meeting import ServicePlace, announced, meeting_folder
 from bubbletea.prefill.shard import TINY, Served
 from bubbletea.serve.assemble import ServiceSettings, WorkersAt, assemble, calibrated, model_of
-from bubbletea.serve.auth import Keys
+from bubbletea.serve.auth import ApiKeys
 from bubbletea.serve.dedicated_workers import DedicatedWorkers
 from bubbletea.serve.http import HttpServer
 from bubbletea.serve.page import live_page
-from bubbletea.serve.run import Where, Workers, run
+from bubbletea.serve.run import ListenSettings, Workers, run
 from bubbletea.serve.worker_windows import WorkerWindows, alone, of_training, sensitivity
 
 PIECE_NS = 10_000_000
@@ -74,13 +74,13 @@ def start(args: argparse.Namespace) -> int:
         aims=Aims(args.goal, args.late, LATE_TOKENS),
         nixl_unencrypted=args.nixl_unencrypted,
     )
-    keys = Keys.read(args.keys) if args.keys else Keys.open_to_all()
+    keys = ApiKeys.read(args.keys) if args.keys else ApiKeys.open_to_all()
     token = _token(args)
     trains = args.plan is not None
     windows = _training(args, served) if trains else _alone(args, served)
     workers_at = WorkersAt(args.workers_host, args.workers_port, _security(args)) if trains else None
     parts = assemble(settings, windows, keys, token)
-    where = Where(args.host, args.port, args.handoff_port, args.handoff_anywhere, args.drain, workers_at)
+    where = ListenSettings(args.host, args.port, args.handoff_port, args.handoff_anywhere, args.drain, workers_at)
 
     def announce(address: str, token_file: str) -> AbstractContextManager[object]:
         place = ServicePlace(address, parts.token, args.certs is not None)

@@ -13,7 +13,7 @@ import numpy as np
 
 from bubbletea.admit.decide import admit, advance, complete
 from bubbletea.admit.records import AdmissionRefusal, Placement, PrefillRequest, RequestKind
-from bubbletea.admit.state import State
+from bubbletea.admit.state import AdmissionState
 from bubbletea.sim.scene import Scene
 from bubbletea.sim.traces import RequestTrace
 
@@ -33,7 +33,7 @@ class Policy(Protocol):
 class Ours:
     """The service's admission."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: AdmissionState) -> None:
         self.state = state
         self.done: dict[str, Placement] = {}
         """The final placements: a more urgent request may have gone first."""

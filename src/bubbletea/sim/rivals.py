@@ -14,7 +14,7 @@ from atlas.ir.program import Ints
 from atlas.jit import kept
 from bubbletea.admit.fit import NEVER, WorkerArrays, layer_ns, sent_ns
 from bubbletea.admit.records import AdmissionRefusal, Placement, PrefillRequest, PrefillSlice
-from bubbletea.admit.state import State
+from bubbletea.admit.state import AdmissionState
 
 TURNS = 8
 """Periods ahead that are considered."""
@@ -23,7 +23,7 @@ TURNS = 8
 class Paper:
     """Whole prefill in one bubble, first fit. Its lanes are all of one size."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: AdmissionState) -> None:
         self.state = state
         self._used = np.zeros((TURNS, len(state.arrays.start_ns)), np.int64)
         """By period (a ring buffer) and window: the end of the used part."""

@@ -21,7 +21,7 @@ from atlas.spec.plan import load_job_or_plan
 from bubbletea.admit.aims import Aims
 from bubbletea.admit.lanes import build_lanes
 from bubbletea.admit.records import PrefillLane
-from bubbletea.admit.state import State
+from bubbletea.admit.state import AdmissionState
 from bubbletea.costs import LLAMA_3_8B, PrefillCosts, price_prefill
 from bubbletea.sim.traces import RequestTrace
 from bubbletea.windows.bubbles import Forecast, Pattern, pattern_of
@@ -81,8 +81,8 @@ class Scene:
         *,
         kept: float = 0.0,
         aims: Aims | None = None,
-    ) -> State:
-        return State(forecast, self.costs, lanes, residual=self.residual, chunks=chunks, kept=kept, aims=aims)
+    ) -> AdmissionState:
+        return AdmissionState(forecast, self.costs, lanes, residual=self.residual, chunks=chunks, kept=kept, aims=aims)
 
     def capacity_tokens_per_s(self, trace: RequestTrace) -> float:
         """Prefill rate of the trace's prompts if all windows were filled without gaps: an upper bound."""

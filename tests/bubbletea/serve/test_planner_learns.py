@@ -17,7 +17,7 @@ from bubbletea.admit.records import AdmissionRefusal, Placement, PrefillRequest
 from bubbletea.costs import LayerTime
 from bubbletea.prefill.shard import Served
 from bubbletea.serve.assemble import ServiceSettings, assemble
-from bubbletea.serve.auth import Keys
+from bubbletea.serve.auth import ApiKeys
 from bubbletea.serve.planner import FEW_POINTS, HALVINGS, Planner
 from bubbletea.serve.worker_windows import WorkerWindows, alone, of_training
 from bubbletea.windows.bubbles import SWITCH_NS, Forecast
@@ -34,7 +34,7 @@ def windows_and_planner() -> tuple[WorkerWindows, Planner]:
     pace = LayerTime(10.0 * MS, 0.0, 0.0, 0.0)
     windows = of_training(simulate(repeated(PROGRAM, 4), COSTS), 64 << 20, pace, 10 * MS)
     settings = ServiceSettings("tiny", Served(LLAMA), split=1, chunk=128, arena_bytes=64 << 20, budget=0.01)
-    return windows, assemble(settings, windows, Keys.open_to_all()).dispatcher.planner
+    return windows, assemble(settings, windows, ApiKeys.open_to_all()).dispatcher.planner
 
 
 def report(planner: Planner, windows: WorkerWindows, step: int, period_ns: int) -> None:
@@ -119,7 +119,7 @@ def alone_planner() -> tuple[WorkerWindows, Planner]:
     """One lane of two workers that do not train."""
     windows = replace(alone(2, 64 << 20, 0.2, 0.3), layer=LayerTime(1.0 * MS, 0.0, 0.0, 0.0))
     settings = ServiceSettings("tiny", Served(LLAMA), split=2, chunk=128, arena_bytes=64 << 20)
-    planner = assemble(settings, windows, Keys.open_to_all()).dispatcher.planner
+    planner = assemble(settings, windows, ApiKeys.open_to_all()).dispatcher.planner
     planner.set_alive((0, 1), 0)
     return windows, planner
 
