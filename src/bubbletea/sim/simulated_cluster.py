@@ -34,8 +34,8 @@ ITERATIONS = 3
 
 
 @dataclass(frozen=True, eq=False)
-class Scene:
-    """The input of a replay; policies do not change it."""
+class SimulatedCluster:
+    """Accelerators with their windows, networks and prices: the input of a replay. Policies do not change it."""
 
     name: str
     schedule: str
@@ -96,7 +96,7 @@ class Scene:
         return float((times * counts).sum() / (lengths * counts).sum())
 
 
-def scene_of(
+def simulated_cluster(
     path: Path,
     *,
     schedule: str | None = None,
@@ -104,7 +104,7 @@ def scene_of(
     cells: int = 1,
     steady: bool = True,
     progress: Progress | None = None,
-) -> Scene:
+) -> SimulatedCluster:
     """From a job or plan file, with `cells` DP-cells: its last simulated iteration, or a single one if not `steady`."""
     job, plan = load_job_or_plan(path, changes)
     if plan is not None and schedule is None:
@@ -116,7 +116,7 @@ def scene_of(
     room = np.array([worker.cap - need + worker.reserved for worker, need in per_rank], np.int64)
     pattern = pattern_of(timeline, np.tile(room, timeline.program.num_pipelines))
     useful = np.isin(timeline.program.kind, np.array(USEFUL, np.int8))
-    return Scene(
+    return SimulatedCluster(
         name=job.name,
         schedule=found.schedule,
         pattern=pattern.replicated(count),
@@ -139,13 +139,19 @@ def _costs(job: Job, dc: str) -> PrefillCosts:
     )
 
 
-def dedicated(scene: Scene) -> Scene:
+def dedicated(cluster: SimulatedCluster) -> SimulatedCluster:
     """Accelerators that only prefill, as many as the windows amount to, with free networks."""
-    count = max(1, round(scene.idle_share * scene.pattern.num_workers))
-    period_ns, costs = scene.pattern.period_ns, scene.some_costs
-    memory_bytes = int(scene.pattern.memory_bytes.max()) + 2**36
+    count = max(1, round(cluster.idle_share * cluster.pattern.num_workers))
+    period_ns, costs = cluster.pattern.period_ns, cluster.some_costs
+    memory_bytes = int(cluster.pattern.memory_bytes.max()) + 2**36
     pattern = Pattern.of_windows([[(0, period_ns)]] * count, period_ns, ["dedicated"] * count, memory_bytes)
     network = free_network(count, period_ns, costs.nic_bytes_per_s)
     return replace(
-        scene, pattern=pattern, residual=network, costs={"dedicated": costs}, num_ranks=1, longest_op_ns=0, result=None
+        cluster,
+        pattern=pattern,
+        residual=network,
+        costs={"dedicated": costs},
+        num_ranks=1,
+        longest_op_ns=0,
+        result=None,
     )

@@ -1,7 +1,7 @@
 """The policy of the paper, for comparison: a prefill is placed as a whole in the first bubbles that are long enough,
 one bubble on each worker of a lane, or it is rejected. Remaining time of a used bubble can be used again.
 
-(The other comparison, accelerators that only prefill, is `scene.dedicated` with BubbleTea's admission.)
+(The other comparison, accelerators that only prefill, is `simulated_cluster.dedicated` with BubbleTea's admission.)
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TURNS = 8
 """Periods ahead that are considered."""
 
 
-class Paper:
+class PaperPolicy:
     """Whole prefill in one bubble, first fit. Its lanes are all of one size."""
 
     def __init__(self, state: AdmissionState) -> None:
