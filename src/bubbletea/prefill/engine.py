@@ -231,10 +231,10 @@ class PrefillEngine:
 
     def _begin(self, offer: _OfferedTask) -> bool:
         task = offer.task
-        room = self.shard.arena.take(self._job_bytes(task))
-        if room is None:
+        allocation = self.shard.arena.take(self._job_bytes(task))
+        if allocation is None:
             return False
-        offer.job = PrefillJob(self.shard, task, room, offer.tokens, offer.cached)
+        offer.job = PrefillJob(self.shard, task, allocation, offer.tokens, offer.cached)
         offer.tokens, offer.cached = (), ()
         return True
 
@@ -253,7 +253,7 @@ class PrefillEngine:
         with self._lock:
             self._offers.pop((offer.task.job, offer.task.attempt), None)
         if offer.job is not None:
-            self.shard.arena.free(offer.job.room)
+            self.shard.arena.free(offer.job.allocation)
             offer.job = None
         if why:
             self.outlet.failed(offer.task, why)
@@ -267,7 +267,7 @@ class PrefillEngine:
             self._gone.clear()
         for offer in gone:
             if offer.job is not None:
-                self.shard.arena.free(offer.job.room)
+                self.shard.arena.free(offer.job.allocation)
 
     def _impossible(self, task: PrefillTask) -> str:
         if not task.is_sound or task.length > self.shard.config.max_length:

@@ -15,7 +15,7 @@ from atlas.addresses import is_loopback
 from atlas.errors import WorkerError
 from atlas.wan.security.credentials import Security
 from bubbletea.frames import FrameSocket, greet
-from bubbletea.prefill.meeting import ServicePlace
+from bubbletea.prefill.service_files import ServicePlace
 from bubbletea.prefill.service_link import ServiceLink
 from bubbletea.prefill.tls import secured
 

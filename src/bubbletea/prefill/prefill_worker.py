@@ -1,9 +1,9 @@
 """Prefill on one worker: holds a part of the served model, receives tasks from the service of its datacenter, and runs
 them in the worker's waits (`filling`). In the worker's process, or in one beside it (`prefill_process`).
 
-The service may start before or after training, stop, and return with another model. A thread looks
-for it; while there is none, waits are not used. Settings: {"folder": where the service announces itself (`meeting`),
-"memory_mib": reserved at once, before training starts}; or {"address", "token_file"} of a service that is there.
+The service may start before or after training, stop, and return with another model. A thread looks for it; while there
+is none, waits are not used. Settings: {"folder": where the service announces itself (`service_files`), "memory_mib":
+reserved at once, before training starts}; or {"address", "token_file"} of a service that is there.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from bubbletea.prefill.filling import WaitFilling
 from bubbletea.prefill.guard import Guard
 from bubbletea.prefill.joining import WorkerIdentity, join
 from bubbletea.prefill.kept_parts import KeptParts
-from bubbletea.prefill.meeting import ServicePlace, find
 from bubbletea.prefill.messages import WorkerOrder
 from bubbletea.prefill.piece_times import PieceTimes
+from bubbletea.prefill.service_files import ServicePlace, find
 from bubbletea.prefill.service_link import ServiceLink
 from bubbletea.prefill.shard import ModelShard
 from bubbletea.prefill.throttle import ALONE_FIRST, Throttle

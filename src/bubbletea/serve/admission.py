@@ -72,29 +72,31 @@ class Admission:
     def __len__(self) -> int:
         return self._num_kept.total()
 
-    def check(self, request: PrefillRequest, room: int, key: bytes, likely_tokens: int) -> None:
+    def check(self, request: PrefillRequest, num_tokens: int, key: bytes, likely_tokens: int) -> None:
         """Raises Refused if a prompt of at least this length would be refused; called before tokenizing.
         `likely_tokens`: its expected length, for which a place is kept."""
         if key in self._kept:
             return  # it comes back
-        self._require_room(request, room, key)
+        self._require_room(request, num_tokens, key)
         refusal = self.planner.quote(request, request.arrival_ns, self.kept_ns)
         if refusal is not None:
             raise self._refused(replace(refusal, request=replace(request, prompt_tokens=likely_tokens)), key)
 
-    async def admit(self, request: PrefillRequest, room: int, key: bytes) -> tuple[Placement | None, PrefillRequest]:
+    async def admit(
+        self, request: PrefillRequest, num_tokens: int, key: bytes
+    ) -> tuple[Placement | None, PrefillRequest]:
         """Its placement, if it has one already, and the request with its time of arrival. Raises Refused. The caller
         reserves the memory at once."""
         kept = self._taken(key) if key in self._kept else None
         is_back = kept is not None and request.arrival_ns >= kept.due_ns - EARLY_NS
         if kept is not None:
             try:
-                request = await self._awaited_room(request, room) if is_back else request
+                request = await self._awaited_room(request, num_tokens) if is_back else request
             finally:
                 self._free(kept)
         now_ns = request.arrival_ns
         try:
-            self._require_room(request, room, key, is_back=is_back)
+            self._require_room(request, num_tokens, key, is_back=is_back)
             found = self.planner.admit(request, now_ns, 0 if is_back else self.kept_ns)
             if isinstance(found, AdmissionRefusal) and is_back and kept is not None and _is_promised(found, kept):
                 self.planner.claim(request)
@@ -120,21 +122,21 @@ class Admission:
                 self._trust[tenant] = max(1 - TRUSTED, self._trust[tenant] - 1)
 
     # ---- refusals ----------------------------------------------------------------------------------------------
-    def _require_room(self, request: PrefillRequest, room: int, key: bytes, *, is_back: bool = False) -> None:
+    def _require_room(self, request: PrefillRequest, num_tokens: int, key: bytes, *, is_back: bool = False) -> None:
         store, tenant = self.store, request.tenant
         if request.kind == "online" and self.limit is not None and self.limit.overcommitted:
             self.metrics.refused("overcommitted")
             raise Refused("overcommitted", self.limit.retry_s)
-        if store.has_room(room, tenant, is_promised=is_back):
+        if store.has_room(num_tokens, tenant, is_promised=is_back):
             return
         self.metrics.refused("memory")
-        detail = store.explain(room, tenant)
-        if store.bytes_of(room) > store.limit_bytes(tenant):
+        detail = store.explain(num_tokens, tenant)
+        if store.bytes_of(num_tokens) > store.limit_bytes(tenant):
             raise Refused("memory", None, detail)
-        at_s = store.room_at_s(room, tenant)
+        at_s = store.room_at_s(num_tokens, tenant)
         retry_s = UNKNOWN_S if math.isinf(at_s) else max(TICK_S, at_s - time.monotonic())
         if self._may_keep(key, tenant):
-            store.promise(request.id, room, tenant)
+            store.promise(request.id, num_tokens, tenant)
             self._keep(key, KeptPlace(request, request.arrival_ns + int(retry_s * SECOND), "memory"))
         raise Refused("memory", retry_s, detail)
 
@@ -154,10 +156,10 @@ class Admission:
         return Refused(refusal.reason, max(0.0, (at_ns - time.monotonic_ns()) / SECOND))
 
     # ---- what is kept ------------------------------------------------------------------------------------------
-    async def _awaited_room(self, request: PrefillRequest, room: int) -> PrefillRequest:
+    async def _awaited_room(self, request: PrefillRequest, num_tokens: int) -> PrefillRequest:
         """Until there is memory for it, or it has waited for too long. With its new time of arrival."""
         until_s = time.monotonic() + MEMORY_S
-        while not self.store.has_room(room, request.tenant, is_promised=True) and time.monotonic() < until_s:
+        while not self.store.has_room(num_tokens, request.tenant, is_promised=True) and time.monotonic() < until_s:
             await asyncio.sleep(TICK_S)
         return replace(request, arrival_ns=time.monotonic_ns())
 

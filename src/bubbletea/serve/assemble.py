@@ -153,7 +153,7 @@ def assemble(settings: ServiceSettings, windows: WorkerWindows, keys: ApiKeys, t
         forecast,
         costs,
         lanes,
-        windows.slots,
+        windows.window_of,
         _chunks(settings.chunk),
         learns_costs=windows.pace is None,
         weights=keys.weights,

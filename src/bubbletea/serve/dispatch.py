@@ -144,9 +144,9 @@ class Dispatcher:
         request = PrefillRequest(
             ticket, prompt.tenant, len(prompt.tokens), now_ns, prompt.deadline_ns, prompt.kind, hashes
         )
-        room = len(prompt.tokens) + prompt.num_new
-        found, request = await self.admission.admit(request, room, prompt.key)
-        parcel = self.store.reserve(ticket, len(prompt.tokens), room, prompt.tenant, at_workers=prompt.hands_off)
+        num_tokens = len(prompt.tokens) + prompt.num_new
+        found, request = await self.admission.admit(request, num_tokens, prompt.key)
+        parcel = self.store.reserve(ticket, len(prompt.tokens), num_tokens, prompt.tenant, at_workers=prompt.hands_off)
         assert parcel is not None, "there was room a moment ago"
         run = _PrefillRun(next(self._jobs), prompt, request, parcel, asyncio.get_running_loop().create_future(), now_ns)
         share = self.planner.forecast.share if prompt.kind == "online" else 0.0

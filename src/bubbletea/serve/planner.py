@@ -54,14 +54,14 @@ TRUST = 0.15
 
 
 class Planner:
-    """`slots[worker][op]` is the window of the Pattern that ends when that op's input arrives."""
+    """`window_of[worker][op]` is the window of the Pattern that ends when that op's input arrives."""
 
     def __init__(
         self,
         forecast: Forecast,
         costs: PrefillCosts,
         lanes: Sequence[PrefillLane],
-        slots: Sequence[Mapping[int, int]],
+        window_of: Sequence[Mapping[int, int]],
         chunks: Sequence[int],
         *,
         learns_costs: bool = True,
@@ -72,7 +72,7 @@ class Planner:
         self.forecast, self.costs, self.lanes = forecast, costs, tuple(lanes)
         self._measured, self._halvings = costs, 0
         """Costs as they were fitted last, and how often they have been halved since."""
-        self.periods = ObservedPeriods(forecast, slots)
+        self.periods = ObservedPeriods(forecast, window_of)
         self.chunks, self.learns_costs, self.weights = tuple(chunks), learns_costs, weights
         self.aims = aims or Aims()
         self.postponed = Postponed(self.aims)

@@ -94,7 +94,7 @@ class PrefixStore:
         return [torch.cat(layer, dim=2) for layer in zip(*blocks, strict=True)]
 
     def add(self, hashes: Sequence[Hashable], slabs: Sequence[Tensor], tenant: str = "") -> None:
-        """Copies the blocks that are not cached yet out of a finished prompt's slabs, by layer [2, K, room, E]."""
+        """Copies the blocks that are not cached yet from a finished prompt's slabs, by layer [2, K, num_tokens, E]."""
         size = sum(slab[:, :, : self.block].numel() * slab.element_size() for slab in slabs)
         if not hashes or size > self.budget_bytes:
             return

@@ -30,7 +30,7 @@ from bubbletea.admit.aims import LATE_TOKENS, Aims
 from bubbletea.costs import price_prefill
 from bubbletea.prefill.dedicated_worker import DedicatedWorker
 from bubbletea.prefill.joining import SERVICE
-from bubbletea.prefill.meeting import ServicePlace, announced, meeting_folder
+from bubbletea.prefill.service_files import ServicePlace, announced, service_folder
 from bubbletea.prefill.shard import TINY, Served
 from bubbletea.serve.assemble import ServiceSettings, WorkersAt, assemble, calibrated, model_of
 from bubbletea.serve.auth import ApiKeys
@@ -84,7 +84,7 @@ def start(args: argparse.Namespace) -> int:
 
     def announce(address: str, token_file: str) -> AbstractContextManager[object]:
         place = ServicePlace(address, parts.token, args.certs is not None)
-        return announced(meeting_folder(args.folder), args.dc, place)
+        return announced(service_folder(args.folder), args.dc, place)
 
     def on_start(server: HttpServer) -> None:
         if trains:

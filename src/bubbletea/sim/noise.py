@@ -72,16 +72,16 @@ class Noise:
 
     def slowdown(self, forecast: Forecast, placements: Iterable[Placement], periods: int) -> Slowdown:
         """Of placements on one cell by a forecast that starts at 0, period by period."""
-        planned = _by_slot(forecast, placements, periods)
+        planned = _by_window(forecast, placements, periods)
         ends = forecast.spans()[1] + np.repeat(forecast.pattern.phase_ns, np.diff(forecast.pattern.ptr))
         ratios, cut_ns, total_ns = [], 0, 0
         for k in range(periods):
             tables, found = self.period(WARM_UP + k)
             opened, closed = self.windows(found)
             delays = np.zeros(len(tables.op_ns), np.int64)
-            for slot, slices in planned[k].items():
-                wait_ns, lost_ns = _laid_over(slices, int(opened[slot]), int(closed[slot]), int(ends[slot]))
-                delays[self._behind[slot]] = max(wait_ns, delays[self._behind[slot]])
+            for window, slices in planned[k].items():
+                wait_ns, lost_ns = _laid_over(slices, int(opened[window]), int(closed[window]), int(ends[window]))
+                delays[self._behind[window]] = max(wait_ns, delays[self._behind[window]])
                 cut_ns, total_ns = cut_ns + lost_ns, total_ns + sum(end - start for start, end, _ in slices)
             again = self._played(tables._replace(op_ns=tables.op_ns + delays))
             ratios.append(again.iteration_ns / found.iteration_ns - 1)
@@ -95,7 +95,7 @@ Planned = list[tuple[int, int, int]]
 """Start, end and layers of a window's slices, in order, counted from the start of the period."""
 
 
-def _by_slot(forecast: Forecast, placements: Iterable[Placement], periods: int) -> list[dict[int, Planned]]:
+def _by_window(forecast: Forecast, placements: Iterable[Placement], periods: int) -> list[dict[int, Planned]]:
     """By period and window."""
     pattern, (starts, _) = forecast.pattern, forecast.spans()
     found: list[dict[int, Planned]] = [{} for _ in range(periods)]
@@ -104,11 +104,11 @@ def _by_slot(forecast: Forecast, placements: Iterable[Placement], periods: int) 
             own = slice(int(pattern.ptr[piece.worker]), int(pattern.ptr[piece.worker + 1]))
             phase = int(pattern.phase_ns[piece.worker])
             turn, at = divmod(piece.start_ns - phase, pattern.period_ns)
-            slot = own.start + int(np.searchsorted(starts[own], at, side="right")) - 1
+            window = own.start + int(np.searchsorted(starts[own], at, side="right")) - 1
             if 0 <= turn < periods:
                 base = turn * pattern.period_ns
                 layers = max(1, piece.end_layer - piece.first_layer)
-                found[turn].setdefault(slot, []).append((piece.start_ns - base, piece.end_ns - base, layers))
+                found[turn].setdefault(window, []).append((piece.start_ns - base, piece.end_ns - base, layers))
     for one in found:
         for slices in one.values():
             slices.sort()

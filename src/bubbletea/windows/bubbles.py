@@ -161,14 +161,14 @@ def pattern_of(timeline: Timeline, memory_bytes: Ints | None = None) -> Pattern:
 
 
 def observed_pattern(
-    pattern: Pattern, period_ns: int, opened_ns: Ints, closed_ns: Ints, known_slots: NDArray[np.bool_]
+    pattern: Pattern, period_ns: int, opened_ns: Ints, closed_ns: Ints, known_windows: NDArray[np.bool_]
 ) -> Pattern:
     """The Pattern of a run that is not as its plan predicts: with the period and the windows that were observed. Their
     times count from any moment of a period, the same for all workers."""
     ratio, phases = period_ns / pattern.period_ns, np.zeros_like(pattern.phase_ns)
     starts, ends = (pattern.start_ns * ratio).astype(np.int64), (pattern.end_ns * ratio).astype(np.int64)
     for worker, own in enumerate(map(slice, pattern.ptr[:-1].tolist(), pattern.ptr[1:].tolist())):
-        opened, closed, known = opened_ns[own], closed_ns[own], known_slots[own]
+        opened, closed, known = opened_ns[own], closed_ns[own], known_windows[own]
         if not known.any():
             phases[worker] = int(pattern.phase_ns[worker] * ratio)
             continue

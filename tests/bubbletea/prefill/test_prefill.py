@@ -183,12 +183,12 @@ def test_an_arena_too_small_for_the_weights_is_an_error() -> None:
 
 def test_an_arena_joins_adjacent_free_parts() -> None:
     arena = Arena(1024, 0)
-    rooms = [arena.take(256) for _ in range(4)]
+    allocations = [arena.take(256) for _ in range(4)]
     assert arena.take(1) is None
     for index in (2, 0, 3, 1):
-        room = rooms[index]
-        assert room is not None
-        arena.free(room)
+        allocation = allocations[index]
+        assert allocation is not None
+        arena.free(allocation)
     assert arena.take(1024) is not None
 
 

@@ -28,9 +28,9 @@ from atlas.schedules.classic import one_f_one_b
 from atlas.wan.security.certs import make_ca, make_node
 from atlas.wan.security.credentials import Credentials, Security
 from bubbletea.prefill import prefill_worker
-from bubbletea.prefill.meeting import ServicePlace, announced, find
 from bubbletea.prefill.messages import WorkerOrder
 from bubbletea.prefill.prefill_worker import PrefillWorker
+from bubbletea.prefill.service_files import ServicePlace, announced, find
 from bubbletea.prefill.shard import Served
 from bubbletea.serve import http
 from bubbletea.serve.assemble import ServiceSettings, WorkersAt, assemble

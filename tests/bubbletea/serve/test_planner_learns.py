@@ -41,10 +41,10 @@ def report(planner: Planner, windows: WorkerWindows, step: int, period_ns: int) 
     """One period as planned, but perhaps longer than that; a window that goes over the end of the period before is
     waited through at the first op of this one."""
     pattern = windows.pattern
-    for worker, slots in enumerate(windows.slots):
+    for worker, by_op in enumerate(windows.window_of):
         origin_ns = step * period_ns + int(pattern.phase_ns[worker])
-        for op, slot in slots.items():
-            opened, closed = int(pattern.start_ns[slot]), int(pattern.end_ns[slot])
+        for op, window in by_op.items():
+            opened, closed = int(pattern.start_ns[window]), int(pattern.end_ns[window])
             if closed >= pattern.period_ns:
                 opened, closed = opened - period_ns, 0
             planner.waited(worker, step, op, origin_ns + opened, origin_ns + closed)
@@ -58,10 +58,10 @@ def spans(forecast: Forecast) -> tuple[np.ndarray, np.ndarray]:
 def test_every_window_belongs_to_the_ops_that_wait_through_it() -> None:
     windows, _ = windows_and_planner()
     ends = windows.pattern.end_ns
-    first = [slots.get(0) for slots in windows.slots[1:]]
-    assert all(slot is not None and ends[slot] >= windows.pattern.period_ns for slot in first)
-    for slots in windows.slots:
-        ops = [op for op, slot in slots.items() if ends[slot] >= windows.pattern.period_ns]
+    first = [by_op.get(0) for by_op in windows.window_of[1:]]
+    assert all(window is not None and ends[window] >= windows.pattern.period_ns for window in first)
+    for by_op in windows.window_of:
+        ops = [op for op, window in by_op.items() if ends[window] >= windows.pattern.period_ns]
         assert ops in ([], [0]), "no other op of the iteration waits through the window before its first"
 
 
@@ -91,10 +91,10 @@ def test_the_windows_of_a_run_that_is_slower_than_its_plan_are_its_own() -> None
     windows, planner = windows_and_planner()
     slower, pattern = 1.7, windows.pattern
     for step in range(8):
-        for worker, slots in enumerate(windows.slots):
+        for worker, by_op in enumerate(windows.window_of):
             origin_ns = slower * (step * pattern.period_ns + pattern.phase_ns[worker])
-            for op, slot in slots.items():
-                opened, closed = pattern.start_ns[slot], pattern.end_ns[slot]
+            for op, window in by_op.items():
+                opened, closed = pattern.start_ns[window], pattern.end_ns[window]
                 if closed >= pattern.period_ns:
                     opened, closed = opened - pattern.period_ns, 0
                 planner.waited(worker, step, op, int(origin_ns + slower * opened), int(origin_ns + slower * closed))

@@ -77,7 +77,7 @@ def test_prefill_in_the_waits_changes_no_loss(device: str) -> None:
     predicted = simulate(repeated(PROGRAM, 4), smoke_program()[1])
     pace = LayerTime(10 * MS, 0.0, 0.0, 0.0) if device == "paced" else None
     windows = of_training(predicted, TINY.arena_bytes, pace, 10 * MS)
-    assert all(windows.slots), "every worker has windows and knows at which op"
+    assert all(windows.window_of), "every worker has windows and knows at which op"
     parts = assemble(replace(TINY, budget=0.05), windows, ApiKeys.open_to_all())
     made, texts = list[InThread](), list[str]()
     pids: dict[int, int] = {}

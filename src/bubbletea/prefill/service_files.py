@@ -1,4 +1,4 @@
-"""Where a service and the workers of a run meet: a folder with one file for each datacenter, in which the service
+"""How the workers of a run find their service: a folder with one file for each datacenter, in which the service
 writes its address and a token. Workers read it whenever they have no connection, so a service may start late, end,
 and return at another address. Hosts without a shared file system get a copy of the file.
 
@@ -38,7 +38,7 @@ class ServicePlace:
     """Both ends prove their names with the run's certificates, and everything is encrypted."""
 
 
-def meeting_folder(given: str | Path | None) -> Path:
+def service_folder(given: str | Path | None) -> Path:
     """The user's own on this host, unless another one is given."""
     return Path(given) if given else Path(tempfile.gettempdir()) / f"bubbletea-{os.getuid()}"
 
@@ -71,7 +71,7 @@ def find(settings: Mapping[str, Any], datacenter: str) -> ServicePlace | None:
     for a file that cannot be trusted or read."""
     if "address" in settings:
         return ServicePlace(str(settings["address"]), Path(settings["token_file"]).read_text(encoding="utf-8").strip())
-    folder = meeting_folder(settings.get("folder"))
+    folder = service_folder(settings.get("folder"))
     found = (_read(folder / f"{name}.json") for name in (datacenter, ALL))
     return next((place for place in found if place is not None), None)
 
