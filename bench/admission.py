@@ -72,9 +72,10 @@ def measured(state: AdmissionState, trace: RequestTrace, tokens_per_s: float) ->
         placed = [found] if isinstance(found, Placement) else []
         for one in (*placed, *advance(state, now)):
             heapq.heappush(ends, (one.delivered_ns, one.request.id))
-        if state.num_waiting >= WAITING:
+        num_waiting = len(state.lane_of) + len(state.postponed) + len(state.backlog)
+        if num_waiting >= WAITING:
             times.append(took * 1e6)
-            waiting.append(state.num_waiting)
+            waiting.append(num_waiting)
         if len(times) >= DECISIONS:
             break
     return times, waiting

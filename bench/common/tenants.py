@@ -30,7 +30,7 @@ from bubbletea.prefill.arena import Arena
 from bubbletea.prefill.engine import PrefillEngine
 from bubbletea.prefill.filling import WaitFilling
 from bubbletea.prefill.guard import Guard
-from bubbletea.prefill.job import PrefillPiece, PrefillTask, even_ends
+from bubbletea.prefill.job import PrefillPiece, PrefillTask
 from bubbletea.prefill.piece_times import PieceTimes
 from bubbletea.prefill.shard import ModelShard, Served
 from bubbletea.prefill.staging import Staged
@@ -210,9 +210,10 @@ class Prefill:
     def _offer(self) -> None:
         """Offer prompts from another thread, like the service."""
         length, chunk = self.scene.prompt, self.scene.chunk
+        ends = (*range(chunk, length, chunk), length)
         prompts = np.random.default_rng(0).integers(0, self.scene.served.config.vocabulary, (16, length)).tolist()
         for number in count():
-            while self.engine.num_tasks >= QUEUED:
+            while number - self.mouth.prompts >= QUEUED:
                 time.sleep(0.01)
-            task = PrefillTask(number, 0, length, 0, even_ends(0, length, chunk), 0, number)
+            task = PrefillTask(number, 0, length, 0, ends, 0, number)
             self.engine.offer(task, prompts[number % len(prompts)])

@@ -29,6 +29,7 @@ class CacheMetrics:
         log = server.log
         self._gauge("tvcache_values", "Values stored", lambda: len(log))
         self._gauge("tvcache_log_bytes", "Size of the log", lambda: log.end)
+        self._gauge("tvcache_damaged", "Damaged records of the log, which are skipped", lambda: log.damaged)
         self._gauge("tvcache_flights", "Calls being executed", lambda: len(server.flights))
         self._gauge(
             "tvcache_conflicts", "Values that arrived twice and differed: the first was kept", lambda: log.conflicts

@@ -216,11 +216,6 @@ class AdmissionState:
         """Reads the forecast's current windows."""
         self.arrays = worker_arrays(self)
 
-    @property
-    def num_waiting(self) -> int:
-        """Requests placed and not complete, those postponed and the backlog."""
-        return len(self.lane_of) + len(self.postponed) + len(self.backlog)
-
     def _max_tokens(self) -> int:
         """The longest prompt whose KV some lane has room for."""
         per_token = np.maximum(1, np.diff(self.first_layer, axis=1)) * self.arrays.kv_bytes

@@ -64,10 +64,6 @@ class DecodeEngine:
         """The kernel's."""
         return self._thread.native_id or 0
 
-    @property
-    def num_running(self) -> int:
-        return len(self._running)
-
     def submit(
         self,
         cache: dict[int, KvSlab],

@@ -116,10 +116,6 @@ class PrefillEngine:
             self._dropped.clear()
         self.changed.set()
 
-    @property
-    def num_tasks(self) -> int:
-        return len(self._offers)
-
     # ---- on the device's thread --------------------------------------------------------------------------------
     def step(self, begin: Begin, fits: Callable[[PrefillPiece], bool] = lambda piece: True) -> BegunPiece | None:
         """Starts the next piece, or as much of it as fits; call `settle` when it is done, or later."""

@@ -63,11 +63,6 @@ class PrefillTask:
         )
 
 
-def even_ends(start: int, length: int, chunk: int) -> tuple[int, ...]:
-    """Chunks of `chunk` tokens; the last one may be shorter."""
-    return (*range(start + chunk, length, chunk), length)
-
-
 class PrefillPiece(NamedTuple):
     """One layer of one chunk, or of the part of it that fits into the wait; layer -1: the head."""
 

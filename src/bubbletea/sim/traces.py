@@ -42,10 +42,6 @@ class RequestTrace:
         """From the first arrival to one mean interval after the last."""
         return float(self.at_s[-1]) * len(self) / max(1, len(self) - 1)
 
-    @property
-    def tokens_per_s(self) -> float:
-        return float(self.tokens.sum()) / self.span_s
-
     def resized(self, tokens: int) -> RequestTrace:
         """The same arrivals with all prompts scaled to `tokens` on average."""
         scaled = np.maximum(1, np.round(self.tokens * (tokens / self.tokens.mean()))).astype(np.int64)

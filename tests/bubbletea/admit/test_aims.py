@@ -60,7 +60,7 @@ def test_no_more_requests_are_late_than_allowed_and_others_are_refused() -> None
     found = [admit(state, ask(f"long{k}", 4000, now=10 * MS), 10 * MS) for k in range(3)]
     assert found[0] is None
     assert all(isinstance(one, AdmissionRefusal) for one in found[1:])
-    assert state.num_waiting == 4
+    assert len(state.lane_of) + len(state.postponed) + len(state.backlog) == 4
 
 
 def test_late_requests_wait_for_ample_windows_and_give_way() -> None:
@@ -95,4 +95,4 @@ def test_a_cancelled_late_request_is_removed() -> None:
     assert admit(state, ask("long", 4000), 0) is None
     assert cancel(state, "long", 0) == ()
     assert advance(state, 600 * MS) == ()
-    assert state.num_waiting == 1
+    assert len(state.lane_of) + len(state.postponed) + len(state.backlog) == 1

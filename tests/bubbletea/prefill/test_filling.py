@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from modelled_stream import MS, US, Stream, llama_on_h200, modelled_time
-from prefill_samples import LLAMA, Collector
+from prefill_samples import LLAMA, Collector, even_ends
 from torch import Tensor
 
 from atlas.runtime.device import Paced, Span
@@ -24,7 +24,7 @@ from bubbletea.prefill.arena import Arena
 from bubbletea.prefill.engine import PrefillEngine
 from bubbletea.prefill.filling import WaitFilling
 from bubbletea.prefill.guard import Guard
-from bubbletea.prefill.job import PrefillTask, even_ends
+from bubbletea.prefill.job import PrefillTask
 from bubbletea.prefill.piece_times import PieceTimes
 from bubbletea.prefill.shard import ModelShard, Served
 
@@ -61,7 +61,7 @@ class Endless(Collector):
 
     def offer(self, job: int) -> None:
         length = 2 * CHUNK
-        self.engine.offer(PrefillTask(job, 0, length, 0, even_ends(0, length, CHUNK), 0, job), [1] * length)
+        self.engine.offer(PrefillTask(job, 0, length, 0, even_ends(length, CHUNK), 0, job), [1] * length)
 
 
 def endless() -> PrefillEngine:
