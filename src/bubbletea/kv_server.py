@@ -29,6 +29,7 @@ IDLE_S = 120.0
 SEND_S = 30.0
 """A decode engine that reads nothing for this long is disconnected."""
 SWEEP_S = 1.0
+"""Between two removals of expired keys and values."""
 NO_TICKET = "nothing under this ticket: it was fetched, has expired or never existed"
 
 

@@ -22,6 +22,7 @@ from tvcache.values import encode, encode_error
 
 LOG = logging.getLogger("tvcache")
 QUEUE = 64
+"""Hits that wait to be executed again, at most."""
 
 
 @dataclass(frozen=True)

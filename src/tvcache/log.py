@@ -32,6 +32,7 @@ from tvcache.values import Value
 LOG = logging.getLogger("tvcache")
 FORMAT = 1
 BLOCK = 4 << 20
+"""Bytes that are read from the log at once."""
 HEADER = b"00000000 "
 """Placeholder of a record's checksum and the space after it."""
 

@@ -14,9 +14,11 @@ from importlib.resources import files
 from typing import Any
 
 MAX_TASKS = 200
+"""On a page: those that saved most time."""
 MAX_NODES = 400
 """Nodes of one task on a page; the rest is only counted."""
 MAX_TEXT = 140
+"""Characters of a call."""
 LEGEND = (
     "<p class=legend>Each line is a call whose output is stored; the number is how often it was hit. "
     "<b class=m>●</b> changes the state: what is indented below it was called after it. "

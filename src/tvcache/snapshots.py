@@ -22,6 +22,7 @@ from tvcache.history import History
 
 Policy = Literal["measured", "always", "never"]
 LEASE_S = 300.0
+"""A snapshot that is being forked is not evicted for this long."""
 GUESS_S, GUESS_BYTES_PER_S = 1e-4, 500e6
 LOG = logging.getLogger("tvcache")
 

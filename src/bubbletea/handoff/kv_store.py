@@ -20,13 +20,13 @@ from torch import Tensor
 
 from atlas.errors import WorkerError
 from atlas.runtime.models.block import KvSlab
+from bubbletea.constants import MIB
 from bubbletea.kv_blocks import KvBlock, reach
 from bubbletea.kv_server import WantedBlocks
 from bubbletea.prefill.shard import Served
 
 KEEP_S = 60.0
 """A handed-off parcel that is not fetched within this time is dropped."""
-MIB = 1 << 20
 DIVIDED = 0.25
 """The share of the budget that is divided among the tenants by weight and reserved for each."""
 

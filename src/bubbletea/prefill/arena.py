@@ -18,8 +18,12 @@ import torch
 from torch import Tensor
 
 from atlas.errors import InfeasibleError
+from bubbletea.constants import MIB
 
 ALIGN = 256
+"""Bytes: as the addresses that CUDA allocates, so that kernels can use their widest loads."""
+WORKSPACE_BYTES = 512 * MIB
+"""Of a worker, unless its service says otherwise: for temporaries of a running slice."""
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from bubbletea.prefill.service_link import ServiceLink
 
 LANE = 0
+"""Of the transport: activations of prefill have a channel to themselves."""
 
 
 @dataclass

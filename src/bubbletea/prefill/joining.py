@@ -20,6 +20,7 @@ from bubbletea.prefill.service_link import ServiceLink
 from bubbletea.prefill.tls import secured
 
 CONNECT_S = 5.0
+"""Time limit of a connection to the service."""
 SERVICE = "bubbletea"
 """The service's name in its datacenter: `east/bubbletea`, as in certificates."""
 

@@ -34,9 +34,9 @@ class _PieceKind(NamedTuple):
 class PieceTimes:
     """`overhead_ns` of any piece, and `flops_per_ns`: set by `calibrate`."""
 
-    def __init__(self, config: DecoderConfig, overhead_ns: int = 1_000_000, flops_per_ns: float = 1.0) -> None:
+    def __init__(self, config: DecoderConfig) -> None:
         self.config = config
-        self.overhead_ns, self.flops_per_ns = overhead_ns, flops_per_ns
+        self.overhead_ns, self.flops_per_ns = 1_000_000, 1.0
         self._layers = _Ratios()
         self._kinds: dict[_PieceKind, _Ratios] = {}
 

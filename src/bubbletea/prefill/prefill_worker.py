@@ -24,9 +24,10 @@ from atlas.runtime.device import Span
 from atlas.runtime.waits import Position, SharedDevice, WorkerFacts
 from atlas.wan.transport.endpoint import Endpoint
 from atlas.wan.transport.settings import TransportSettings
+from bubbletea.constants import MIB
 from bubbletea.frames import ClosedError, TokenRefused
 from bubbletea.kv_server import KvServer, KvServerThread
-from bubbletea.prefill.arena import Arena
+from bubbletea.prefill.arena import WORKSPACE_BYTES, Arena
 from bubbletea.prefill.engine import LANE, PrefillEngine
 from bubbletea.prefill.filling import WaitFilling
 from bubbletea.prefill.guard import Guard
@@ -47,8 +48,7 @@ STREAMS = TransportSettings(max_streams=1)
 AGAIN_S, REFUSED_S = 0.5, 5.0
 """Between two looks for a service; after one that cannot be used."""
 SETTLE_S = 0.01
-MIB = 1 << 20
-WORKSPACE_BYTES = 512 * MIB
+"""Between two looks at whether the last pieces of the earlier service have ended."""
 
 
 class PrefillWorker:

@@ -24,7 +24,9 @@ from atlas.errors import AtlasError, WorkerError
 ALL = "all"
 """The file of a service for every datacenter: of a run on one machine."""
 MAX_FILE_BYTES = 4096
-LOOK_S = 1.0
+"""A file has an address and a token; more is not read."""
+CONNECT_S = 1.0
+"""Time limit for finding out whether the service of an existing file still listens."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ def _require_free(file: Path, datacenter: str | None) -> None:
     if place is None:
         return
     host, _, port = place.address.rpartition(":")
-    with contextlib.suppress(OSError, ValueError), socket.create_connection((host, int(port)), timeout=LOOK_S):
+    with contextlib.suppress(OSError, ValueError), socket.create_connection((host, int(port)), timeout=CONNECT_S):
         where = f"datacenter {datacenter}" if datacenter else "all datacenters"
         raise AtlasError(
             f"{file}: a service of {where} listens at {place.address}. Stop it first, or choose another --folder here "

@@ -15,14 +15,15 @@ from collections import Counter, deque
 from dataclasses import dataclass, replace
 
 from bubbletea.admit.records import AdmissionRefusal, Placement, PrefillRequest
+from bubbletea.constants import SECOND
 from bubbletea.handoff.kv_store import KvStore
 from bubbletea.serve.metrics import ServiceMetrics
 from bubbletea.serve.planner import Planner
 from bubbletea.serve.prefills import Refused
 from bubbletea.serve.slowdown_limit import SlowdownLimit
 
-SECOND = 1_000_000_000
 TICK_S = 0.02
+"""Between two looks for free memory, and the shortest Retry-After."""
 UNKNOWN_S = 1.0
 """Retry-After if it is unknown when memory or a lane will be free."""
 EARLY_NS = 50_000_000

@@ -22,7 +22,9 @@ from functools import partial
 from torch import Tensor
 
 from atlas.errors import WorkerError
+from bubbletea.admit.fit import NEVER
 from bubbletea.admit.records import Placement, PrefillRequest
+from bubbletea.constants import SECOND
 from bubbletea.handoff.kv_store import KEEP_S, KvStore, Parcel
 from bubbletea.kv_blocks import KvBlock
 from bubbletea.prefill.job import HEAD, PrefillTask
@@ -35,14 +37,13 @@ from bubbletea.serve.prefix_store import PrefixStore
 from bubbletea.serve.slowdown_limit import SlowdownLimit
 
 log = logging.getLogger("bubbletea.serve")
-SECOND = 1_000_000_000
-NEVER_DUE = 2**62
 LATE_NS = 50_000_000
 """A prefill this far behind its plan is placed again."""
 STUCK_S, STUCK_PERIODS = 1.0, 3
 """A prefill that is due and makes no progress for this long moves to another lane: the waits of a worker may be too
 short or too uncertain for it, and those of another one not."""
 MAX_FAILURES = 4
+"""Of one prefill; then it is handed back to its client."""
 LANE_S = 60.0
 """An admitted prefill that has waited this long for a lane is handed back."""
 OWED_NS = 60 * SECOND
@@ -173,7 +174,7 @@ class Dispatcher:
     def _send(self, run: _PrefillRun, placement: Placement) -> None:
         """Sends the tasks of a placement to the workers of its lane."""
         hashes, request, lane = run.request.block_hashes, placement.request, placement.lane
-        run.cached = min(placement.cached_tokens, self.prefixes.longest(hashes, NEVER_DUE))
+        run.cached = min(placement.cached_tokens, self.prefixes.longest(hashes, request.prompt_tokens))
         began_ns = time.monotonic_ns()
         cached = self.prefixes.take(hashes, run.cached) if run.cached else []
         for layer, kv in enumerate(cached):
@@ -182,7 +183,7 @@ class Dispatcher:
             else:
                 run.parcel.put(KvBlock(run.parcel.ticket, run.parcel.model, layer, 0, run.cached, kv))
         # Postponed requests are placed as offline work.
-        run.due_ns = request.deadline_ns or NEVER_DUE - 1 if request.kind == "online" else NEVER_DUE
+        run.due_ns = request.deadline_ns or NEVER - 1 if request.kind == "online" else NEVER
         ends = tuple(end for end in placement.ends if end > run.cached)
         self._expect(run, placement.delivered_ns)
         run.sent, run.since_ns = self.connections.of_lane(lane), time.monotonic_ns()

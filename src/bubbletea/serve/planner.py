@@ -32,6 +32,7 @@ from bubbletea.admit.fair import TenantShares
 from bubbletea.admit.fit import FREE
 from bubbletea.admit.records import AdmissionRefusal, Placement, PrefillLane, PrefillRequest
 from bubbletea.admit.state import AdmissionState
+from bubbletea.constants import SECOND
 from bubbletea.costs import LayerTime, PrefillCosts, measured
 from bubbletea.serve.observed_periods import ObservedPeriods
 from bubbletea.windows.bubbles import Forecast
@@ -42,7 +43,6 @@ CATCH_UP_NS = 100_000_000
 """Shortest time between two attempts to move requests up."""
 AHEAD_NS = 500_000_000
 """Offline work is sent to workers this long before its planned start."""
-SECOND = 1_000_000_000
 AGAIN_NS = 2 * SECOND
 """Deadline, after the loss of its worker, that an offline request gets."""
 HALVINGS = 12

@@ -14,6 +14,8 @@ from bubbletea.serve.http import HttpServer
 
 Workers = Callable[[str, str], AbstractContextManager[object]]
 """Starts the workers, given the address and the token file."""
+BACKLOG = 2048
+"""Connections that wait to be accepted, as uvicorn's own default. The kernel may allow fewer."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ async def run(
 def _listening(where: ListenSettings) -> socket.socket:
     family = socket.AF_INET6 if ":" in where.host else socket.AF_INET
     try:
-        return socket.create_server((where.host, where.port), family=family, backlog=2048)
+        return socket.create_server((where.host, where.port), family=family, backlog=BACKLOG)
     except OSError as error:
         raise AtlasError(
             f"{where.host}:{where.port}: cannot listen there ({error.strerror}). Choose another --host or --port"

@@ -31,6 +31,7 @@ from bubbletea.serve.prefills import HandedBack, Prefilled, Prompt, Refused
 from bubbletea.serve.tokens import ServedTokenizer, TextStream
 
 DRAIN_RETRY_S = 5.0
+"""Retry-After while the service ends: until another one may have taken its place."""
 TOKEN_S, TOKENS_OVER = 0.02, 8
 """Initial estimate of the time per decoded token, and the number of responses in its moving average."""
 

@@ -27,6 +27,7 @@ from atlas.spec.recipe import load_recipe
 from atlas.wan.security.certs import require_current
 from atlas.wan.security.credentials import Credentials, Security
 from bubbletea.admit.aims import LATE_TOKENS, Aims
+from bubbletea.constants import MIB
 from bubbletea.costs import price_prefill
 from bubbletea.prefill.dedicated_worker import DedicatedWorker
 from bubbletea.prefill.joining import SERVICE
@@ -44,7 +45,6 @@ PIECE_NS = 10_000_000
 """Shortest piece on a paced device: the host cannot time shorter ones."""
 PREDICTED = 4
 """Simulated iterations; the last one is the steady state."""
-MIB = 1 << 20
 
 
 def start(args: argparse.Namespace) -> int:

@@ -19,6 +19,9 @@ from atlas.sim import simulate
 from bubbletea.costs import LayerTime
 from bubbletea.windows.bubbles import Pattern, gaps_of, pattern_of, span
 
+LONGER = 0.1
+"""Of all ops: the increase by which `sensitivity` is measured."""
+
 
 @dataclass(frozen=True, eq=False)
 class WorkerWindows:
@@ -77,11 +80,11 @@ def of_training(
     return WorkerWindows(pattern, window_of, num_ranks, pace, head_ns, trains=True, numbers=tuple(numbers))
 
 
-def sensitivity(program: Program, costs: Costs, longer: float = 0.1) -> float:
+def sensitivity(program: Program, costs: Costs) -> float:
     """Relative increase of the iteration per relative increase of all ops; small if the WAN is the bottleneck."""
-    slower = replace(costs, compute_ns=(costs.compute_ns * (1 + longer)).astype(np.int64))
+    slower = replace(costs, compute_ns=(costs.compute_ns * (1 + LONGER)).astype(np.int64))
     before, after = (simulate(program, priced).makespan_ns for priced in (costs, slower))
-    return max(0.0, (after / before - 1) / longer)
+    return max(0.0, (after / before - 1) / LONGER)
 
 
 def _windows_of(timeline: Timeline, pattern: Pattern, worker: int) -> dict[int, int]:

@@ -22,6 +22,7 @@ from atlas.evaluate import Result
 from atlas.view import write_curves
 from atlas.view.table import seconds
 from bubbletea.admit.aims import LATE_TOKENS, Aims
+from bubbletea.constants import SLOWDOWN_BUDGET
 from bubbletea.flags import aim_flags
 from bubbletea.sim.capacity import P50_RATIO, JudgedLoad, find_capacity
 from bubbletea.sim.figures import by_load, notes, table
@@ -108,7 +109,7 @@ def window_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--slowdown",
         type=positive,
-        default=0.005,
+        default=SLOWDOWN_BUDGET,
         metavar="X",
         help="largest slowdown of training by prefill, as a share",
     )

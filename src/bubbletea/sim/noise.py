@@ -41,11 +41,11 @@ class Slowdown:
 class Noise:
     """One cell's training with random durations, and weather on links that have a model; and its windows."""
 
-    def __init__(self, result: Result, compute: float, wan: float, seed: int = 0) -> None:
-        self._compute, self._wan, self._seed = compute, wan, seed
+    def __init__(self, result: Result, compute: float, wan: float) -> None:
+        self._compute, self._wan = compute, wan
         self._program = program = result.single.program
         self._costs = result.costs
-        self._draws = WeatherRuns(program, self._costs, seed)
+        self._draws = WeatherRuns(program, self._costs, 0)
         within = span(result.single)
         gaps = [gaps_of(result.single, worker, within) for worker in range(program.num_workers)]
         self._before = np.concatenate([one.before for one in gaps])
@@ -54,7 +54,7 @@ class Noise:
 
     def period(self, k: int) -> tuple[Tables, Timeline]:
         """The `k`-th period's durations and Timeline."""
-        tables = noisy(self._draws.drawn(k), SeededNoise(self._seed + k, self._compute, self._wan), self._program)
+        tables = noisy(self._draws.drawn(k), SeededNoise(k, self._compute, self._wan), self._program)
         return tables, self._played(tables)
 
     def windows(self, actual: Timeline) -> tuple[Ints, Ints]:

@@ -14,10 +14,9 @@ import numpy as np
 from bubbletea.admit.decide import admit, advance, complete
 from bubbletea.admit.records import AdmissionRefusal, Placement, PrefillRequest, RequestKind
 from bubbletea.admit.state import AdmissionState
+from bubbletea.constants import SECOND
 from bubbletea.sim.simulated_cluster import SimulatedCluster
 from bubbletea.sim.traces import RequestTrace
-
-SECOND = 1_000_000_000
 
 
 class Policy(Protocol):

@@ -22,6 +22,7 @@ from bubbletea.admit.aims import Aims
 from bubbletea.admit.lanes import build_lanes
 from bubbletea.admit.records import PrefillLane
 from bubbletea.admit.state import AdmissionState
+from bubbletea.constants import GIB
 from bubbletea.costs import LLAMA_3_8B, PrefillCosts, price_prefill
 from bubbletea.sim.traces import RequestTrace
 from bubbletea.windows.bubbles import Forecast, Pattern, pattern_of
@@ -29,6 +30,8 @@ from bubbletea.windows.free_network import Residual, free_network, residual_of
 
 TOOL_WAITS = "tool waits"
 """Instead of a schedule's name: the windows are those of `waits`, not of training."""
+WITHOUT_TRAINING_BYTES = 64 * GIB
+"""How much more memory an accelerator has that only prefills: enough for any prompt of a trace."""
 ITERATIONS = 3
 """Simulated iterations; the last one is the steady state."""
 
@@ -143,7 +146,7 @@ def dedicated(cluster: SimulatedCluster) -> SimulatedCluster:
     """Accelerators that only prefill, as many as the windows amount to, with free networks."""
     count = max(1, round(cluster.idle_share * cluster.pattern.num_workers))
     period_ns, costs = cluster.pattern.period_ns, cluster.some_costs
-    memory_bytes = int(cluster.pattern.memory_bytes.max()) + 2**36
+    memory_bytes = int(cluster.pattern.memory_bytes.max()) + WITHOUT_TRAINING_BYTES
     pattern = Pattern.of_windows([[(0, period_ns)]] * count, period_ns, ["dedicated"] * count, memory_bytes)
     network = free_network(count, period_ns, costs.nic_bytes_per_s)
     return replace(

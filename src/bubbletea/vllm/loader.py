@@ -24,6 +24,8 @@ from bubbletea.vllm.cache import PagedCache
 
 log = logging.getLogger("vllm.bubbletea")
 """A child of vLLM's logger, so that its handlers and level apply."""
+NUM_THREADS = 4
+"""Loads that are fetched at once."""
 STEP_S = 0.010
 """Time limit of writing per step of the engine; at least one block is written."""
 IDLE_S = 0.001
@@ -73,9 +75,9 @@ class _FetchedLoad:
 class Loader:
     """`fetch` runs on several threads and raises AtlasError or OSError if a load fails."""
 
-    def __init__(self, cache: PagedCache, fetch: Callable[[KvLoad], Sequence[KvSpan]], num_threads: int = 4) -> None:
+    def __init__(self, cache: PagedCache, fetch: Callable[[KvLoad], Sequence[KvSpan]]) -> None:
         self.cache, self._fetch = cache, fetch
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="bubbletea")
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="bubbletea")
         self._arrived: deque[_FetchedLoad] = deque()
         self._wake = threading.Event()
         self._num_under_way = 0

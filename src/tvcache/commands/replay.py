@@ -22,6 +22,7 @@ from tvcache.tools import Effect
 from tvcache.trajectories import Recorded, Step, read
 
 MAX_S = 1e6
+"""The longest time that a flag takes: larger numbers are mistakes."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
