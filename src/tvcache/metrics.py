@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from tvcache.server import CacheServer
 
 SECONDS = (0.0002, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1, 5, 25)
+"""Upper bounds of the histogram's buckets: from a hit to a call that waits for another one."""
 
 
 class CacheMetrics:

@@ -74,6 +74,7 @@ class PrefillPiece(NamedTuple):
 
 
 HEAD = -1
+"""The layer of a piece that computes the logits."""
 
 
 class PieceResult(NamedTuple):
