@@ -10,15 +10,17 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from atlas.errors import WorkerError
 from atlas.lifetime import Closing
-from atlas.wan.security.credentials import Credentials, Security
 from bubbletea.frames import FrameSocket, WireFrame, greet, receive, send
 from bubbletea.handoff.remote_parts import Ticket
 from bubbletea.kv_blocks import END, FETCH, GONE, KV, PLACE, PLACES, READ, RELEASE, KvBlock, unpack_block
 from bubbletea.nixl_plane import own_agent
-from bubbletea.prefill.tls import secured
+
+if TYPE_CHECKING:
+    from atlas.wan.security.credentials import Security
 
 PATIENCE_S = 10.0
 """Longest time without data from the other side."""
@@ -39,6 +41,9 @@ class EngineIdentity:
     """Read keys and values by NIXL from workers that have it too."""
 
     def security(self) -> Security:
+        # Only here: without certificates, the connector loads none of atlas.wan into vLLM's process.
+        from atlas.wan.security.credentials import Credentials, Security
+
         return Security(Credentials.of_folder(Path(self.certs), self.name), ())
 
 
@@ -126,6 +131,8 @@ class Fetcher(Closing):
 
 
 def _secured(sock: socket.socket, caller: EngineIdentity, peer: str) -> FrameSocket:
+    from bubbletea.prefill.tls import secured  # imports atlas.wan, see `EngineIdentity.security`
+
     if not caller.certs:
         raise WorkerError(f"{peer} needs certificates: name their folder in `certs`, and this node in `name`")
     return secured(sock, caller.security(), peer)
