@@ -40,7 +40,7 @@ class Answer(IntEnum):
 REASONS: dict[int, str] = {
     Answer.OLD_EPOCH: "it is in a later epoch: this side was replaced and must stop",
     Answer.NEW_EPOCH: "it is still in an earlier epoch",
-    Answer.OTHER_LIFE: "another process of our name is connected in this epoch: a restart needs a new epoch",
+    Answer.OTHER_LIFE: "another process with this side's name is connected in this epoch: a restart needs a new epoch",
     Answer.OTHER_NODE: "it is another node than the one addressed",
     Answer.FULL: "it has as many connections as its setting max_inbound allows",
     Answer.NOT_READY: "it has nothing to send on this lane yet",
