@@ -18,7 +18,7 @@ from atlas.runtime.models.generate import run_cut
 from atlas.wan.transport.base import Loopback
 from bubbletea.prefill.arena import Arena
 from bubbletea.prefill.engine import PrefillEngine
-from bubbletea.prefill.job import PrefillPiece, PrefillTask, even_ends
+from bubbletea.prefill.job import PrefillPiece, PrefillTask
 from bubbletea.prefill.shard import ModelShard, Served
 from bubbletea.prefill.staging import Staged
 
@@ -79,9 +79,18 @@ def make_stages(
     ]
 
 
+def even_ends(length: int, chunk: int) -> tuple[int, ...]:
+    """Chunks of `chunk` tokens; the last one may be shorter."""
+    return (*range(chunk, length, chunk), length)
+
+
+def num_tasks(engine: PrefillEngine) -> int:
+    return len(engine._offers)
+
+
 def offer_everywhere(stages: Sequence[PrefillEngine], tokens: Sequence[int], chunk: int, job: int = 1) -> None:
     peers = tuple((f"dc/{s}", "127.0.0.1", 0) for s in range(len(stages)))
-    ends = even_ends(0, len(tokens), chunk)
+    ends = even_ends(len(tokens), chunk)
     for s, stage in enumerate(stages):
         stage.offer(PrefillTask(job, 0, len(tokens), 0, ends, s, 0, peers), tokens if s == 0 else ())
 
@@ -104,7 +113,7 @@ def run_all(
     """Step the stages until no stage has a task. `may_run` is called before every step, `fits` for every piece or part
     of one."""
     for _ in range(100_000):
-        if not any(stage.num_tasks for stage in stages):
+        if not any(map(num_tasks, stages)):
             return
         for number, stage in enumerate(stages):
             if may_run(number):

@@ -28,7 +28,7 @@ from atlas.runtime.models.config import DecoderConfig
 from atlas.runtime.models.decoder import Decoder, LayerRange, build
 from atlas.runtime.models.export import export_stage, finish_export
 from bubbletea.frames import WireFrame, pack, write
-from bubbletea.handoff.fetch import Caller
+from bubbletea.handoff.fetch import EngineIdentity
 from bubbletea.handoff.remote_parts import RemotePart, Ticket, transfer_params
 from bubbletea.handoff.signature import seal
 from bubbletea.kv_blocks import FETCH, KV, KvBlock, pack_block
@@ -41,7 +41,7 @@ PYTHON_VARIABLE = "BUBBLETEA_VLLM_PYTHON"
 ROUTER_VARIABLE = "BUBBLETEA_ROUTER"
 SRC = Path(__file__).parents[3] / "src"
 TOKEN = "a token for tests"
-CALLER = Caller(TOKEN)
+CALLER = EngineIdentity(TOKEN)
 START_S = 300.0
 BLOCK = 128
 """Tokens of a block on the CPU."""
