@@ -67,11 +67,6 @@ class WorkerLinks:
             if end != MAIN
         }
 
-    @property
-    def is_direct(self) -> bool:
-        """Whether it has a direct link."""
-        return self._direct is not None and self._direct.has_links
-
     def is_sending(self, besides: Collection[int] = ()) -> bool:
         """Whether a message on other lanes than these is unsent or unacknowledged."""
         direct = self._direct is not None and self._direct.is_sending

@@ -64,11 +64,6 @@ def profile(job: Job, device: str, repeats: int = 10, backend: str = EAGER) -> d
     return {**facts, **times}
 
 
-def layer_times(job: Job, device: str, repeats: int = 10) -> Times:
-    """One layer, of a stage without embedding and head."""
-    return _time_stage(_task(job, device), 1, device, repeats).over(LAYERS)
-
-
 def _task(job: Job, device: str) -> DecoderTask:
     """Three stages of the job's model."""
     config = replace(from_spec(job.model), num_layers=3 * LAYERS)

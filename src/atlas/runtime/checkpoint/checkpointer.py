@@ -11,9 +11,7 @@ import errno
 import logging
 import re
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -28,16 +26,6 @@ from atlas.runtime.checkpoint.tensors import Tally, stream
 _NAME = re.compile(r"[A-Za-z0-9_][\w.+-]*")
 Report = Callable[[str], None]
 log: Report = logging.getLogger("atlas.checkpoint").warning
-
-
-@dataclass(frozen=True)
-class Pause:
-    """How long a save delayed training."""
-
-    wait_s: float
-    """Waiting for the write of the previous save."""
-    copy_s: float
-    """Copying every tensor to host memory."""
 
 
 class Checkpointer:
@@ -65,28 +53,23 @@ class Checkpointer:
         self.written: SaveId | None = None
         """The last save of this worker that is on disk."""
         self.failed: dict[SaveId, str] = {}
-        self.write_s = 0.0
-        """How long the last write took, in the background."""
         self._on_written, self._report = on_written, report
         self._buffers: dict[tuple[str, ...], Tensor] = {}
         self._thread: threading.Thread | None = None
         self._crash: BaseException | None = None
 
-    def save(self, step: int, states: Mapping[str, LayerState], meta: Meta) -> Pause:
+    def save(self, step: int, states: Mapping[str, LayerState], meta: Meta) -> None:
         """Save the current `states`, by layer. Returns as soon as the caller may change its tensors again."""
         unknown = set(states) - set(self.layers)
         assert not unknown, f"the model has no layers {sorted(unknown)}"
-        began = time.perf_counter()
         self.wait()
-        free = time.perf_counter()
         id = SaveId(self.attempt, step)
         if self.written == id:  # the same step of the same attempt has the same state
-            return Pause(free - began, 0.0)
+            return
         snapshot = self._snapshot(states)
         self._thread = threading.Thread(target=self._write, args=(id, snapshot, meta), name=f"checkpoint-{step}")
         self._thread.daemon = True
         self._thread.start()
-        return Pause(free - began, time.perf_counter() - free)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until nothing is being written; whether that is so."""
@@ -133,12 +116,10 @@ class Checkpointer:
 
     # ---- the write, in the background ----------------------------------------------------------------------------
     def _write(self, id: SaveId, snapshot: dict[str, LayerState], meta: Meta) -> None:
-        began = time.perf_counter()
         try:
             self._prune()  # saves that were confirmed since the last save
             self._write_part(id, snapshot, meta)
             self.written = id
-            self.write_s = time.perf_counter() - began
             self._on_written(id)
             self._prune()
         except OSError as error:

@@ -85,10 +85,6 @@ class DirectTransport(Transport):
         self._senders[peer, lane] = DirectSender(mine, sock, self.patience_s)
         return True
 
-    @property
-    def has_links(self) -> bool:
-        return bool(self._senders or self._receivers)
-
     def sends_to(self, peer: str, lane: int) -> bool:
         return (peer, lane) in self._senders
 
