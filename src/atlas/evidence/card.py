@@ -15,6 +15,7 @@ from atlas.errors import SpecError
 from atlas.spec.document import read_yaml, shown
 
 VERSION = 1
+"""Of the card's format."""
 NUMBERS = {
     "workload.model": ("epochs", "iteration"),
     "workload.model.model_arch": ("num_params", "num_params_embedding", "num_layers", "num_heads", "head_dim"),

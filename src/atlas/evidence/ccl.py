@@ -24,6 +24,7 @@ T = TypeVar("T")
 MAX_FILES = 16
 """CCL-Bench reads at most this many rank files, chosen at random with a fixed seed."""
 SAMPLE_SEED = 42
+"""Of the ranks that are read where a data point has more than `MAX_FILES`: the same ones every time."""
 PEAK_TFLOPS = {"nvidia_a100": 312.0, "nvidia_h100": 989.0, "tpu_v6e": 918.0}
 """The hardware that CCL-Bench knows a peak of."""
 PASSES = {"allreduce": 2, "allgather": 1, "reducescatter": 1, "alltoall": 1}

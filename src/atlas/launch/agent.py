@@ -46,14 +46,13 @@ from atlas.launch.site_network import SiteNetwork
 from atlas.launch.site_rails import EMULATED, SiteRails
 from atlas.launch.site_records import SiteRecords
 from atlas.launch.worker_logs import WorkerLogs, log_folder
-from atlas.launch.worker_processes import WorkerProcesses
+from atlas.launch.worker_processes import WORKER, WorkerProcesses
 from atlas.runtime.assignment import SHIPPED, Assignment, FillerChoice, SaveChoice, SumsKind, TrainingSetup, read
 from atlas.runtime.wiring import GroupShape, WorkerRole
 from atlas.wan.security.credentials import Security
 from atlas.wan.transport.base import Address, PeerRoute
 
 POLL_S = 0.2
-WORKER = "atlas.runtime.process"
 ROTATE_S = 10.0
 """Between looks at the sizes of log files."""
 

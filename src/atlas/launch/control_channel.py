@@ -27,7 +27,9 @@ log = logging.getLogger("atlas.launch")
 MAX_FRAME_BYTES = 64 << 20
 """Larger than the text of a Program of half a million ops."""
 MAX_KEPT_BYTES = 4 * MAX_FRAME_BYTES
+"""Of sent messages that the other side has not confirmed."""
 HEARTBEAT_S = 0.5
+"""Between two frames of a channel with nothing to say."""
 SILENCE_S = 5.0
 """A connection that is silent for this long is broken. Ten heartbeats."""
 READ_BYTES = 1 << 18

@@ -47,6 +47,7 @@ FETCH_S = 600.0
 SILENT_PATIENCES = 10
 """The run fails when no worker sends anything for this many times `patience_s`."""
 FINISH_S = 5.0
+"""How long the agents may take to confirm the end of the run."""
 
 Route = Callable[[str, str, Address], Address]
 """For tests: the address at which `src` reaches an address of `dst`."""

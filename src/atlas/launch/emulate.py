@@ -29,7 +29,7 @@ from atlas.launch.rails import RailControl, RailCosts, RailReport, RailSettings
 from atlas.launch.report.events import OnStep
 from atlas.launch.run_monitor import RunMonitor, RunOutcome, connect_workers
 from atlas.launch.worker_logs import WorkerLogs
-from atlas.launch.worker_processes import WorkerProcesses
+from atlas.launch.worker_processes import WORKER, WorkerProcesses
 from atlas.planner.meet import group_lanes
 from atlas.runtime.assignment import Assignment, FillerChoice, SaveChoice, TrainingSetup
 from atlas.runtime.models.config import require_divisible
@@ -37,7 +37,6 @@ from atlas.runtime.wiring import TIED, PeerLink, WorkerRole, all_roles, require_
 from atlas.wan.emulator.proxy_net import ProxyNet
 from atlas.wan.transport.base import Address
 
-WORKER = "atlas.runtime.process"
 START_TIMEOUT_S = 600.0
 """Reading a large model or checkpoint takes minutes; a worker that dies is reported at once in any case."""
 HEADSTART_NS = 100_000_000

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from atlas.errors import SpecError
+from atlas.errors import START_AGAIN, SpecError
 from atlas.launch.hosts import NUM_HOSTS, hosts_needed, workers_per_host
 from atlas.launch.job_readme import DOCKERFILE, readme
 from atlas.spec import Job
@@ -25,7 +25,8 @@ ROOT = "/atlas"
 """Where containers find the plan (config), the certificates (certs) and the disk."""
 MAX_RESTARTS = 100
 """Of a Kubernetes job: hosts come and go for weeks."""
-EXIT_USER, EXIT_AGAIN = 2, 75
+EXIT_USER = 2
+"""Exit code of a mistake in a file or a flag: a restart does not correct it."""
 PORTS = "7701-7740"
 MARK = "Written by `atlas launch`"
 """In every file but the copies of plan and recipe."""
@@ -139,7 +140,7 @@ def slurm_script(choice: LaunchChoice, dc: str) -> str:
         gpus=f"#SBATCH --gpus-per-node={gpus}\n" if gpus else "",
         advertise=choice.advertise(dc),
         line=choice.line(dc, "exec atlas"),
-        again=EXIT_AGAIN,
+        again=START_AGAIN,
     )
 
 
@@ -218,7 +219,7 @@ def _indexed_job(choice: LaunchChoice, dc: str, pod: dict[str, Any], container: 
         "completions": count,
         "completionMode": "Indexed",
         "backoffLimit": MAX_RESTARTS,
-        "podFailurePolicy": {"rules": [rule("FailJob", EXIT_USER), rule("Ignore", EXIT_AGAIN)]},
+        "podFailurePolicy": {"rules": [rule("FailJob", EXIT_USER), rule("Ignore", START_AGAIN)]},
         "template": {"spec": pod},
     }
 

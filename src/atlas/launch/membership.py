@@ -21,6 +21,7 @@ GONE_S = 2.0
 """Where a spare waits, a host out of reach for this long is replaced. A launcher that lost only its connection is back
 within `rendezvous.RETRY_S`."""
 REMIND_S = 10.0
+"""Between two lines that say which launchers are missing."""
 
 
 class LostHostsError(Exception):

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from atlas.cost.table import Circuits
 from atlas.errors import AtlasError, WorkerError
 from atlas.fabric.circuit_plan import CircuitChange, circuit_plan
-from atlas.fabric.controller import Controller
+from atlas.fabric.controller import DEADLINE_S, Controller
 from atlas.fabric.switch import EmulatedSwitch, Switch, SwitchError
 from atlas.ir.assemble import repeated
 from atlas.ir.circuit_phases import hop_pairs
@@ -31,9 +31,8 @@ from atlas.runtime.wiring import WorkerRole
 from atlas.sim.lower import gates_of
 from atlas.sim.phases import reconfigurations
 
-DEADLINE_S = 2.0
-"""Beyond three times its delay, a switch is late."""
 END_S = 5.0
+"""What the controller's thread may take to end."""
 MakeSwitch = Callable[[str, float], Switch]
 """By datacenter and delay, seconds."""
 

@@ -35,7 +35,9 @@ HEADSTART_NS = 500_000_000
 STALL_S, STALL_ITERATIONS = 5.0, 4
 """No step for this long, and for as many iterations, is a stall: all workers are asked what they wait for."""
 ANSWER_S = 1.0
+"""What workers may take to say what they wait for."""
 POLL_S = 0.25
+"""Between two checks whether a step has finished."""
 
 
 @dataclass(frozen=True)

@@ -128,9 +128,8 @@ class Worker:
     def _hold(self, followers: Followers | None) -> StageSet:
         if followers is None:
             return StageSet(self.assignment, self.role, self.device)
-        from atlas.runtime.tensor_parallel.leader import (
-            LeaderStageSet,  # DTensor: 1 s, and most workers do not need it
-        )
+        # DTensor: 1 s, and most workers do not need it.
+        from atlas.runtime.tensor_parallel.leader import LeaderStageSet
 
         return LeaderStageSet(self.assignment, self.role, self.device, followers)
 

@@ -23,6 +23,7 @@ from atlas.spec.load import finished, job_of
 from atlas.spec.refusal import Where, bad, validated
 
 VERSION: Literal[1] = 1
+"""Of the plan file's format."""
 REMEDY = "Make the plan again"
 Quantity = Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)]
 

@@ -21,8 +21,11 @@ from atlas.ir.replace import write_whole
 from atlas.weather.cell import Floats
 
 VERSION = 3
+"""Of the `.path` file's format."""
 WINDOW_NS = 100_000_000
+"""Cross traffic is constant within such a window."""
 MAX_WINDOWS = 10_000_000
+"""Of one model: 11 days."""
 MAX_FILE_BYTES = 256 << 20
 MAX_RIVALS = 16
 MAX_RATIO = 2.0

@@ -21,7 +21,7 @@ from atlas.wan.cell_relay.ack_batching import AckBatcher
 from atlas.wan.cell_relay.paths import RelayPath, SliceSender, hops_of
 from atlas.wan.cell_relay.slices import Note, NoteKind, RelaySlice, pack_note, pack_slice, unpack_note, unpack_slice
 from atlas.wan.transport.base import ZERO_TAG, Address, Buffer, Handle, Key, Tag, Transport, view_of, writable_view_of
-from atlas.wan.transport.endpoint import Endpoint
+from atlas.wan.transport.endpoint import WATCH_S, Endpoint
 from atlas.wan.transport.inbox import Inbox, MessageRefusedError
 from atlas.wan.transport.outbox import Outbox
 from atlas.wan.transport.stream_budget import ChannelKind
@@ -37,8 +37,6 @@ FIRST_LANE = 63
 """Of a cell's lanes at its endpoints, unless the caller says otherwise: first notes, then slices of lane 0, 1, ..."""
 NOTE_TURN = -1
 """Notes precede all slices."""
-WATCH_S = 0.2
-"""How often senders are checked for their deadline."""
 
 
 class Cell(Transport):

@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from atlas.ir.program import chunk_bytes
+from atlas.weather.tcp_window import STOCK_RMEM_BYTES, STOCK_WMEM_BYTES
 
 NEAR_RTT_S = 0.002
 """With a shorter round trip, the peer is in the same datacenter: nothing is paced, and chunks are long."""
@@ -35,6 +36,8 @@ effect; 128 to 256 KB were measured to suffice at 100 Mbit/s."""
 HEADROOM, HEADROOM_ALONE = 2.0, 1.25
 """The pace of all streams together, or of a single one, over the known rate. One of several must not be held back; what
 is in flight is bounded anyway. The pace only keeps a burst from leaving at once."""
+MIN_WINDOW_BYTES = 1 << 17
+"""Of a stream, whatever the kernel's limits are."""
 LOSS_SPAN_S, ENOUGH_BYTES = 20.0, 16 << 20
 """Time over which losses are counted, and the bytes that are needed to judge."""
 SAMPLE_S, NUM_SPANS = 0.05, 4
@@ -43,9 +46,13 @@ MEMORY_S = 20.0
 """How long the best rate counts."""
 
 
+ROUND_TRIPS, MIN_ROUND_S = 1.1, 0.01
+"""How long acknowledgements are collected before they are judged: a little more than a round trip, and long enough to
+have several."""
+
+
 def round_s(rtt_s: float) -> float:
-    """How long acknowledgements are collected before they are judged: a little more than a round trip."""
-    return max(1.1 * rtt_s, 0.01)
+    return max(ROUND_TRIPS * rtt_s, MIN_ROUND_S)
 
 
 @dataclass(frozen=True)
@@ -71,8 +78,8 @@ def window_bytes() -> int:
         rmem = int(Path("/proc/sys/net/ipv4/tcp_rmem").read_text().split()[2])
         wmem = int(Path("/proc/sys/net/ipv4/tcp_wmem").read_text().split()[2])
     except (OSError, IndexError, ValueError):
-        rmem, wmem = 6 << 20, 4 << 20
-    return max(1 << 17, min(rmem // 2, wmem * 2 // 3))
+        rmem, wmem = STOCK_RMEM_BYTES, STOCK_WMEM_BYTES
+    return max(MIN_WINDOW_BYTES, min(rmem // 2, wmem * 2 // 3))
 
 
 def choose(rtt_s: float, rate_bps: float | None, max_streams: int, window: int, *, lossy: bool = False) -> Choice:

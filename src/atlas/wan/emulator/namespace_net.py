@@ -24,11 +24,10 @@ from atlas.errors import AtlasError
 from atlas.wan.emulator.emulated_net import EmulatedNet
 from atlas.wan.emulator.kernel_shaping import path_of_node, shape_in_kernel
 from atlas.wan.emulator.netdev import Namespace, in_thread, make_namespace
-from atlas.wan.emulator.paths import MAX_NODES, WINDOW_BYTES, Paths, PathSpec, path_between
+from atlas.wan.emulator.paths import MAX_NODES, Paths, PathSpec, path_between
 from atlas.weather.packets import LOST, PacketTable
+from atlas.weather.tcp_window import STOCK_RMEM_BYTES, STOCK_WMEM_BYTES, WINDOW_BYTES
 
-STOCK_RMEM_BYTES, STOCK_WMEM_BYTES = 6_291_456, 4_194_304
-"""A stock kernel's largest TCP buffers. They give one connection a window of WINDOW_BYTES."""
 T = TypeVar("T")
 
 

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from atlas.wan.emulator.emulated_net import EmulatedNet
 from atlas.wan.emulator.paths import Paths
-
-Address = tuple[str, int]
+from atlas.wan.transport.base import Address
 
 
 class ProxyNet(EmulatedNet):

@@ -44,6 +44,7 @@ from atlas.wan.transport.wire import (
 )
 
 HANDSHAKE_S = 10.0
+"""What the handshake of a link may take."""
 ACCEPT_RETRY_S = 0.05
 """After a failed accept, for example because no file descriptor is left."""
 SEND_BUFFER_BYTES = 4 << 20

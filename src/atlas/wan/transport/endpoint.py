@@ -40,7 +40,7 @@ from atlas.wan.transport.wire import MAX_CHUNK_BYTES, Greeting, RecordKind
 
 log = logging.getLogger("atlas.wan")
 WATCH_S = 0.2
-"""How often channels and inboxes are checked for their deadlines."""
+"""How often channels, inboxes and the senders of cells are checked for their deadlines."""
 MAX_OWN_DIALERS = 8
 """Channels of peers that this node dials for with threads of their own."""
 Consumer = Callable[[Key, memoryview], None]
