@@ -68,7 +68,7 @@ WIDTH_BYTES = {
 """By NCCL's name of a type."""
 
 
-class Mark(NamedTuple):
+class StepMark(NamedTuple):
     """One step of a rank."""
 
     number: int
@@ -105,8 +105,8 @@ class RankTrace:
     """Of device events in other categories, which only the copy metric counts."""
     other_length_us: Floats = field(default_factory=lambda: np.zeros(0))
     other_traits: NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))
-    steps: list[Mark] = field(default_factory=list)
-    engine_steps: list[Mark] = field(default_factory=list)
+    steps: list[StepMark] = field(default_factory=list)
+    engine_steps: list[StepMark] = field(default_factory=list)
     """vLLM's `execute_context_*`, or SGLang's `run_batch`: steps of inference traces."""
     by_name_us: dict[str, float] = field(default_factory=dict)
     too_many_names: bool = False
@@ -259,16 +259,16 @@ class _EventSums:
             self.trace.num_unusable += 1
         elif step is not None:
             self.trace.num_unusable += length is None
-            self.trace.steps.append(Mark(int(step[1]), start, length))
+            self.trace.steps.append(StepMark(int(step[1]), start, length))
         else:
-            self.trace.engine_steps.append(Mark(len(self.trace.engine_steps), start, length))
+            self.trace.engine_steps.append(StepMark(len(self.trace.engine_steps), start, length))
         return None
 
     def python_function(self, event: dict[str, Any]) -> None:
         if _SGLANG.search(str(event.get("name", ""))):
             start, length = _number(event.get("ts")), _number(event.get("dur"))
             if start is not None and length is not None:
-                self.trace.engine_steps.append(Mark(len(self.trace.engine_steps), start, length))
+                self.trace.engine_steps.append(StepMark(len(self.trace.engine_steps), start, length))
 
     def bubble(self, event: dict[str, Any]) -> None:
         start, length = _number(event.get("ts")), _number(event.get("dur"))

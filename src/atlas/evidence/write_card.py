@@ -22,7 +22,7 @@ from atlas.cost.arrange import Arrangement
 from atlas.cost.compute import embedding_params, model_params
 from atlas.errors import AtlasError
 from atlas.evidence.data_point import DataPoint, read_data_point
-from atlas.evidence.write_trace import PRECISION, Sizes, write_traces
+from atlas.evidence.write_trace import PRECISION, TraceSizes, write_traces
 from atlas.ir.replace import write_whole
 from atlas.ir.timeline import Timeline
 from atlas.spec.job import Job
@@ -86,12 +86,12 @@ def write_data_point(
     return read_data_point(folder)
 
 
-def sizes_of(timeline: Timeline, job: Job, arrangement: Arrangement) -> Sizes:
+def sizes_of(timeline: Timeline, job: Job, arrangement: Arrangement) -> TraceSizes:
     program = timeline.program
     by_rank = [0] * program.num_ranks
     for stage, rank in enumerate(program.stage_rank):
         by_rank[rank] += int(arrangement.stage_params[stage])
-    return Sizes(
+    return TraceSizes(
         tp=job.tp,
         num_cells=job.cells,
         gradient_elements=tuple(-(-count // job.tp) for count in by_rank),

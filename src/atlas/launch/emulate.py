@@ -23,7 +23,7 @@ from atlas.ir.program import Kind, Program
 from atlas.ir.text import to_text
 from atlas.ir.timeline import Timeline
 from atlas.launch.checkpoint_folders import first_step
-from atlas.launch.paths import NodePaths, WeatherDraw, meeting_paths, paths_of
+from atlas.launch.paths import NodePaths, WeatherDraw, group_paths, paths_of
 from atlas.launch.prepared_job import PreparedGroup, divided, links_of, roles_of, shapes_of
 from atlas.launch.rails import RailControl, RailCosts, RailReport, RailSettings
 from atlas.launch.report.events import OnStep
@@ -33,7 +33,7 @@ from atlas.launch.worker_processes import WORKER, WorkerProcesses
 from atlas.planner.meet import group_lanes
 from atlas.runtime.assignment import Assignment, FillerChoice, SaveChoice, TrainingSetup
 from atlas.runtime.models.config import require_divisible
-from atlas.runtime.wiring import TIED, PeerLink, WorkerRole, all_roles, require_runnable
+from atlas.runtime.topology import TIED, PeerLink, WorkerRole, all_roles, require_runnable
 from atlas.wan.emulator.proxy_net import ProxyNet
 from atlas.wan.transport.base import Address
 
@@ -209,7 +209,7 @@ def _paths(
         where = (group.job.cells, roles[0].groups, number, settings.weather)
         paths |= paths_of(group.program, group.costs, num_bytes, *where)
     lanes = group_lanes([group.job for group in settings.groups], settings.tcp, settings.slower)
-    return paths | meeting_paths(roles, training.model.config, settings.tp, lanes.transmit_s, lanes.latency_s)
+    return paths | group_paths(roles, training.model.config, settings.tp, lanes.transmit_s, lanes.latency_s)
 
 
 def _assign(

@@ -18,7 +18,7 @@ from atlas.launch.agent import Agent, AgentSettings
 from atlas.launch.coordinator import Coordinator, RunCallbacks
 from atlas.launch.hosts import hosts_needed, workers_by_datacenter
 from atlas.launch.membership import is_or_are
-from atlas.launch.preflight import devices_for, require_executable, require_room
+from atlas.launch.preflight import devices_for, require_executable, require_memory
 from atlas.launch.prepared_job import PreparedJob, digest_of, prepare_job
 from atlas.launch.rendezvous import COORDINATOR, AgentName, RendezvousClient
 from atlas.launch.replan import replan
@@ -84,7 +84,7 @@ def _launched(
         return own.run()
     prepared = prepare_job(job, options)
     needs = prepared.needs_of(prepared.roles_of(mine), saves=settings.checkpoints is not None)
-    require_room(needs, settings.device, tp=job.tp)
+    require_memory(needs, settings.device, tp=job.tp)
     coordinator = make_coordinator(prepared, options, settings, callbacks, security, _state_folder(options, settings))
     try:
         host, port = coordinator.rendezvous.address

@@ -27,7 +27,7 @@ from atlas.ir.circuit_phases import hop_pairs
 from atlas.ir.program import Ints, Program
 from atlas.launch.worker_processes import WorkerGroup
 from atlas.runtime.circuits import RING
-from atlas.runtime.wiring import WorkerRole
+from atlas.runtime.topology import WorkerRole
 from atlas.sim.lower import gates_of
 from atlas.sim.phases import reconfigurations
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from atlas.runtime.assignment import Assignment
-from atlas.runtime.wiring import WorkerRole
+from atlas.runtime.topology import WorkerRole
 from atlas.wan.transport.base import Handle
 
 RING = -1

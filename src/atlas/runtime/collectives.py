@@ -26,8 +26,8 @@ from atlas.errors import WorkerError
 from atlas.runtime.assignment import Assignment
 from atlas.runtime.exchange import Exchange, ExchangeKey, PartSizes
 from atlas.runtime.ordered_sum import CHUNK_BYTES, OrderedSum
+from atlas.runtime.topology import WorkerRole
 from atlas.runtime.waits import Pending
-from atlas.runtime.wiring import WorkerRole
 from atlas.wan.transport.base import Handle
 
 START_S = 90.0

@@ -65,7 +65,7 @@ percentile is below this multiple of the median."""
 
 
 @dataclass(frozen=True)
-class Learnt:
+class PathFit:
     """A fitted path, how well it fits, and warnings."""
 
     model: PathModel
@@ -76,7 +76,7 @@ class Learnt:
     warnings: list[str] = field(default_factory=list)
 
 
-def learn(table: PacketTable, method: Method = "auto") -> Learnt:
+def learn(table: PacketTable, method: Method = "auto") -> PathFit:
     """Constants of the first four fifths, cross traffic of all, figures of the last fifth."""
     require_usable(table)
     pieces = route_pieces(table)
@@ -96,7 +96,7 @@ def learn(table: PacketTable, method: Method = "auto") -> Learnt:
         warnings.append(
             "the model predicts the held-out rows worse than their mean delay does: record more, at a higher rate"
         )
-    return Learnt(model, explained, followed, warnings)
+    return PathFit(model, explained, followed, warnings)
 
 
 def _with_method(table: PacketTable, method: Method) -> PathModel:

@@ -44,13 +44,13 @@ def test_a_loaded_checkpoint_equals_the_saved_one(tmp_path: Path) -> None:
     assert same(load_layers(older, LAYERS), numbered(10))
 
 
-def test_equal_states_have_equal_files_in_whatever_order_their_slots_are(tmp_path: Path) -> None:
-    """A resumed optimizer has its slots in the order of the file that it was read from."""
+def test_equal_states_have_equal_files_in_whatever_order_their_entries_are(tmp_path: Path) -> None:
+    """A resumed optimizer has its entries in the order of the file that it was read from."""
     files = []
     for name in ("a", "b"):
         states = numbered(10)
         if name == "b":
-            turned = {n: dict(reversed(list(slots.items()))) for n, slots in states["0"].optimizer.items()}
+            turned = {n: dict(reversed(list(entries.items()))) for n, entries in states["0"].optimizer.items()}
             states["0"] = LayerState(states["0"].parameters, turned)
         checkpointer = Checkpointer(LocalStore(tmp_path / name), "w", LAYERS)
         checkpointer.save(10, states, meta_at(10))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from atlas.errors import AtlasError
-from atlas.runtime.checkpoint.manifest import Blob, Meta, Part, SaveId
+from atlas.runtime.checkpoint.manifest import Blob, CheckpointPart, Meta, SaveId
 from atlas.runtime.checkpoint.retention import Retention
 from atlas.runtime.checkpoint.state import LayerState
 from atlas.runtime.checkpoint.store import BlobStore
@@ -93,11 +93,11 @@ class Checkpointer:
         snapshot = {}
         for layer, state in states.items():
             weights = {name: self._copy(("w", name), tensor, devices) for name, tensor in state.parameters.items()}
-            slots = {
-                name: {slot: self._copy(("o", name, slot), tensor, devices) for slot, tensor in kept.items()}
+            entries = {
+                name: {entry: self._copy(("o", name, entry), tensor, devices) for entry, tensor in kept.items()}
                 for name, kept in state.optimizer.items()
             }
-            snapshot[layer] = LayerState(weights, slots)
+            snapshot[layer] = LayerState(weights, entries)
         for device in devices:
             torch.accelerator.current_stream(device).synchronize()
         return snapshot
@@ -131,10 +131,10 @@ class Checkpointer:
         weights, optimizer = {}, {}
         for layer, state in snapshot.items():
             weights[layer] = self._put(f"{id.folder}{self.writer}.{layer}.weights.safetensors", state.parameters)
-            slots = {f"{slot}/{name}": t for name, kept in state.optimizer.items() for slot, t in kept.items()}
-            if slots:
-                optimizer[layer] = self._put(f"{id.folder}{self.writer}.{layer}.optimizer.safetensors", slots)
-        part = Part(id, self.writer, self.layers, weights, optimizer, meta)
+            entries = {f"{entry}/{name}": t for name, kept in state.optimizer.items() for entry, t in kept.items()}
+            if entries:
+                optimizer[layer] = self._put(f"{id.folder}{self.writer}.{layer}.optimizer.safetensors", entries)
+        part = CheckpointPart(id, self.writer, self.layers, weights, optimizer, meta)
         self.store.write(part.name, [part.to_json()])
 
     def _put(self, name: str, tensors: Mapping[str, Tensor]) -> Blob:

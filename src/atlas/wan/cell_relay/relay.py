@@ -19,7 +19,15 @@ from atlas.errors import WorkerError
 from atlas.lifetime import Repeating
 from atlas.wan.cell_relay.ack_batching import AckBatcher
 from atlas.wan.cell_relay.paths import RelayPath, SliceSender, hops_of
-from atlas.wan.cell_relay.slices import Note, NoteKind, RelaySlice, pack_note, pack_slice, unpack_note, unpack_slice
+from atlas.wan.cell_relay.slices import (
+    NoteKind,
+    RelayNote,
+    RelaySlice,
+    pack_note,
+    pack_slice,
+    unpack_note,
+    unpack_slice,
+)
 from atlas.wan.transport.base import ZERO_TAG, Address, Buffer, Handle, Key, Tag, Transport, view_of, writable_view_of
 from atlas.wan.transport.endpoint import WATCH_S, Endpoint
 from atlas.wan.transport.inbox import Inbox, MessageRefusedError
@@ -171,14 +179,14 @@ class Cell(Transport):
                     view[:] = payload
                     completed = inbox.settle(header, filled=True)
         except MessageRefusedError as refused:
-            self._return(Note(NoteKind.FAILED, one.hops, one.lane, (one.done,), refused.why))
+            self._return(RelayNote(NoteKind.FAILED, one.hops, one.lane, (one.done,), refused.why))
             self._announce(one.hops[0], one.lane, NoteKind.FREED, inbox.freed_bytes)
             return
         self._batcher.add(NoteKind.ACK, one, at_once=completed)
         if completed:
             inbox.complete(header)
 
-    def _return(self, note: Note) -> None:
+    def _return(self, note: RelayNote) -> None:
         preceding = note.hops[note.hops.index(self.name) - 1]
         self.endpoint.send(
             Key(preceding, self._note_lane, (next(self._counter), 0, 0, 0)), pack_note(note), NOTE_TURN, "a note"
@@ -221,7 +229,7 @@ class Cell(Transport):
         """Sends a note on every path, because any may be down. Duplicates do no harm."""
         pairs = {counterpart: node for node, counterpart in self.pairs.items()}
         for hops in hops_of(source, self.name, pairs):
-            self._return(Note(kind, hops, lane, (), a, tag))
+            self._return(RelayNote(kind, hops, lane, (), a, tag))
 
     def _watch(self) -> None:
         for sender in list(self._senders.values()):

@@ -56,7 +56,7 @@ def round_s(rtt_s: float) -> float:
 
 
 @dataclass(frozen=True)
-class Choice:
+class StreamChoice:
     """`pacing_bps` is per stream; None: not paced."""
 
     num_streams: int
@@ -66,7 +66,7 @@ class Choice:
     least_chunk_bytes: int = LEAST_CHUNK_BYTES
     """Chunks shrink to this towards the end of a message."""
 
-    def with_streams(self, num_streams: int) -> Choice:
+    def with_streams(self, num_streams: int) -> StreamChoice:
         pacing_bps = self.pacing_bps and self.pacing_bps * self.num_streams / num_streams
         return replace(self, num_streams=num_streams, pacing_bps=pacing_bps)
 
@@ -82,19 +82,19 @@ def window_bytes() -> int:
     return max(MIN_WINDOW_BYTES, min(rmem // 2, wmem * 2 // 3))
 
 
-def choose(rtt_s: float, rate_bps: float | None, max_streams: int, window: int, *, lossy: bool = False) -> Choice:
+def choose(rtt_s: float, rate_bps: float | None, max_streams: int, window: int, *, lossy: bool = False) -> StreamChoice:
     """While no rate is known, all streams run unpaced, to find it."""
     if rtt_s < NEAR_RTT_S:
-        return Choice(min(NEAR_STREAMS, max_streams), NEAR_CHUNK_BYTES, NEAR_LOWAT_BYTES, None, NEAR_LEAST_BYTES)
+        return StreamChoice(min(NEAR_STREAMS, max_streams), NEAR_CHUNK_BYTES, NEAR_LOWAT_BYTES, None, NEAR_LEAST_BYTES)
     if rate_bps is None:
-        return Choice(max_streams, FREE_CHUNK_BYTES, MAX_LOWAT_BYTES, None)
+        return StreamChoice(max_streams, FREE_CHUNK_BYTES, MAX_LOWAT_BYTES, None)
     needed = math.ceil(SPARE * rate_bps / 8 * rtt_s / window)
     num_streams = min(max_streams, max(LOSSY_STREAMS if lossy else 1, needed))
     # The quantum is the link's. Chunks of several streams share the link, so each takes longer.
     chunk = chunk_bytes(rate_bps * min(1.0, 2 / num_streams), MIN_CHUNK_BYTES, FAR_CHUNK_BYTES)
     lowat = max(MIN_LOWAT_BYTES, min(MAX_LOWAT_BYTES, chunk // num_streams))
     headroom = HEADROOM_ALONE if num_streams == 1 else HEADROOM
-    return Choice(num_streams, chunk, lowat, rate_bps * headroom / num_streams, min(chunk, LEAST_CHUNK_BYTES))
+    return StreamChoice(num_streams, chunk, lowat, rate_bps * headroom / num_streams, min(chunk, LEAST_CHUNK_BYTES))
 
 
 class LossWatch:

@@ -24,7 +24,7 @@ from atlas.wan.security.credentials import Security, datacenter_of
 from atlas.wan.transport.acceptor import Acceptor
 from atlas.wan.transport.base import Address, Buffer, Handle, Key, Transport, view_of, writable_view_of
 from atlas.wan.transport.channel import Channel
-from atlas.wan.transport.handshake import Answer, receive
+from atlas.wan.transport.handshake import GreetingAnswer, receive
 from atlas.wan.transport.inbound import Inbound
 from atlas.wan.transport.inbound_dialer import InboundDialer
 from atlas.wan.transport.inbound_streams import InboundStreams
@@ -256,25 +256,25 @@ class Endpoint(Transport, Closing):
                     inbox.fail(WorkerError(f"{self.name} is closed"))
             return self._inboxes[peer, lane]
 
-    def _answer(self, theirs: Greeting) -> tuple[Answer, Greeting]:
+    def _answer(self, theirs: Greeting) -> tuple[GreetingAnswer, Greeting]:
         mine = Greeting(self.name, theirs.name, theirs.lane, self.epoch, self.instance, self.settings.staging_bytes)
         if theirs.peer != self.name:
-            return Answer.OTHER_NODE, mine
+            return GreetingAnswer.OTHER_NODE, mine
         if theirs.epoch != self.epoch:
-            return (Answer.OLD_EPOCH if theirs.epoch < self.epoch else Answer.NEW_EPOCH), mine
+            return (GreetingAnswer.OLD_EPOCH if theirs.epoch < self.epoch else GreetingAnswer.NEW_EPOCH), mine
         with self._lock:
             if self._instances.get(theirs.name, theirs.instance) != theirs.instance:
-                return Answer.OTHER_LIFE, mine
+                return GreetingAnswer.OTHER_LIFE, mine
             channel = self._channels.get((theirs.name, theirs.lane))
             if theirs.reverse:
                 if channel is None or not channel.may_adopt(theirs.slot):
-                    return Answer.NOT_READY, mine
+                    return GreetingAnswer.NOT_READY, mine
                 mine = mine._replace(slot=channel.num_slots)
             elif sum(self._threads.values()) + self._inbound.num_shared >= self.settings.max_inbound:
-                return Answer.FULL, mine
+                return GreetingAnswer.FULL, mine
             self._instances[theirs.name] = theirs.instance
             self._threads[threading.current_thread()] = not theirs.reverse
-        return Answer.WELCOME, mine
+        return GreetingAnswer.WELCOME, mine
 
     def _admit(self, sock: socket.socket, mode: int) -> None:
         """Runs on a thread of its own, from the preamble to the end of the stream, or until a channel or the shared
