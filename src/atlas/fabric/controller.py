@@ -17,8 +17,8 @@ from atlas.fabric.circuit_plan import CircuitChange
 from atlas.fabric.switch import Switch, SwitchError
 from atlas.sim.phases import Gates
 
-DEADLINE_S = 2.0
-"""Beyond three times its delay, a switch is late."""
+DEADLINE_S, DELAYS = 2.0, 3
+"""A switch is late after this time beyond so many times its delay."""
 
 
 @dataclass
