@@ -22,7 +22,7 @@ from atlas.evidence.own import gpu_name
 from atlas.evidence.rank_trace import rank_of
 from atlas.evidence.write_card import LAUNCH
 from atlas.ir.program import parse_action
-from atlas.spec.document import read_yaml, shown
+from atlas.spec.document import YAML_WIDTH, read_yaml, shown
 
 FORWARD_SHARE = 1 / 3
 """Of a step without recompute: the backward does twice the forward's work."""
@@ -48,7 +48,7 @@ class ImportedJob:
     def job_text(self, profile_name: str) -> str:
         data = {**self.job, "profile": profile_name}
         head = "# Imported from traces. Add datacenters and links under `cluster`, then plan.\n"
-        return head + yaml.safe_dump(data, sort_keys=False, width=110)
+        return head + yaml.safe_dump(data, sort_keys=False, width=YAML_WIDTH)
 
 
 def import_job(point: DataPoint, *, gpu: str | None = None, recompute: bool | None = None) -> ImportedJob:

@@ -23,6 +23,8 @@ from atlas.evidence.intervals import Floats
 
 MAX_NAMES = 200_000
 """Different kernel names whose time is summed; with more, the dominant one is not known."""
+MAX_NUMBER = 1e18
+"""Of a time or a size in a trace; a larger one counts as missing."""
 BANDWIDTH_SAMPLES = 1_000_000
 """Collectives of one type whose bandwidth is kept for the median."""
 
@@ -326,13 +328,13 @@ def _number(value: Any) -> float | None:
     """A finite number, also one written as text; None for anything else."""
     kind = type(value)
     if kind is int or kind is float:
-        return float(value) if -1e18 < value < 1e18 else None
+        return float(value) if abs(value) < MAX_NUMBER else None
     if kind is str and len(value) < 40:
         try:
             number = float(value)
         except ValueError:
             return None
-        return number if -1e18 < number < 1e18 else None
+        return number if abs(number) < MAX_NUMBER else None
     return None
 
 

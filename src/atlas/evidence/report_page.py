@@ -17,6 +17,8 @@ from atlas.view.svg import svg_text
 
 COLORS = ("#0072b2", "#d55e00", "#e69f00", "#cc79a7", "#9aa3ab", "#c9cfd4")
 """Of `PARTS`."""
+LEAST_SHARE = 0.005
+"""Smaller shares of the time, which would be shown as 0 %, are left out."""
 MAX_POINTS = 400
 """Of a line in a chart: longer logs are thinned."""
 STYLE = f"""{TABLE_STYLE}
@@ -66,7 +68,7 @@ def verdict(runs: Sequence[RunSummary]) -> str:
     largest = max(((share, part) for part, share in best.shares.items() if part != PARTS[0]), default=None)
     if best.shares:
         words += f"; accelerators compute {100 * best.shares[PARTS[0]]:.0f} % of the time"
-    if largest is not None and largest[0] > 0.005:
+    if largest is not None and largest[0] > LEAST_SHARE:
         words += f", and the largest loss is {largest[1]} ({100 * largest[0]:.0f} %)"
     if len(timed) > 1 and len({run.workload for _, run in timed}) > 1:
         others = [f"{run.name}: {_number(other)} s ({run.source})" for other, run in timed if run is not best]
@@ -125,7 +127,7 @@ def _shares(runs: Sequence[RunSummary]) -> str:
             f'title="{part}: {100 * run.shares.get(part, 0.0):.1f} %"></i>'
             for part, color in zip(PARTS, COLORS, strict=True)
         )
-        words = ", ".join(f"{part} {100 * share:.0f} %" for part, share in run.shares.items() if share >= 0.005)
+        words = ", ".join(f"{part} {100 * share:.0f} %" for part, share in run.shares.items() if share >= LEAST_SHARE)
         label = escape(f"{run.name}: {words}")
         rows.append(f'<p>{label}</p><div class="share" role="img" aria-label="{label}">{bars}</div>')
     legend = "".join(

@@ -25,6 +25,7 @@ from atlas.evidence.data_point import DataPoint, read_data_point
 from atlas.evidence.write_trace import PRECISION, TraceSizes, write_traces
 from atlas.ir.replace import write_whole
 from atlas.ir.timeline import Timeline
+from atlas.spec.document import YAML_WIDTH
 from atlas.spec.job import Job
 from atlas.spec.plan import job_text
 
@@ -82,7 +83,7 @@ def write_data_point(
         write_traces(folder, timeline, sizes_of(timeline, job, arrangement))
     _write_launch(folder / LAUNCH, job, facts)
     # The card last: a folder with a card is complete.
-    write_whole(folder / CARD, yaml.safe_dump(card, sort_keys=False, width=110, allow_unicode=True).encode())
+    write_whole(folder / CARD, yaml.safe_dump(card, sort_keys=False, width=YAML_WIDTH, allow_unicode=True).encode())
     return read_data_point(folder)
 
 

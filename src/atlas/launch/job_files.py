@@ -19,6 +19,7 @@ from atlas.errors import START_AGAIN, SpecError
 from atlas.launch.hosts import NUM_HOSTS, hosts_needed, workers_per_host
 from atlas.launch.job_readme import DOCKERFILE, readme
 from atlas.spec import Job
+from atlas.spec.document import YAML_WIDTH
 from atlas.spec.recipe import NetworkRecipe
 
 ROOT = "/atlas"
@@ -298,7 +299,7 @@ _BlockDumper.add_representer(str, _text)
 
 
 def _documents(*documents: dict[str, Any]) -> str:
-    body = yaml.dump_all(documents, Dumper=_BlockDumper, sort_keys=False, width=110, explicit_start=True)
+    body = yaml.dump_all(documents, Dumper=_BlockDumper, sort_keys=False, width=YAML_WIDTH, explicit_start=True)
     return f"# Written by `atlas launch`.\n{body}"
 
 

@@ -20,6 +20,8 @@ from atlas.runtime.flat import FlatParameters
 from atlas.runtime.recipe import OptimizerSettings, wrong
 
 Parameters = Mapping[str, Tensor]
+NORM_EPSILON = 1e-6
+"""Added to a norm, as `torch.nn.utils.clip_grad_norm_` does."""
 MAX_RUN = 1 << 30
 """Values that one kernel call steps: its indices have 32 bits."""
 
@@ -219,4 +221,4 @@ def global_norm(parts: Iterable[Iterable[float]]) -> float:
 
 def clip_factor(norm: float, max_norm: float) -> float:
     """What gradients of this global norm are multiplied by, so that it is at most `max_norm`."""
-    return min(1.0, max_norm / (norm + 1e-6))
+    return min(1.0, max_norm / (norm + NORM_EPSILON))

@@ -32,6 +32,7 @@ from atlas.wan.transport.base import ZERO_TAG, Address, Buffer, Handle, Key, Tag
 from atlas.wan.transport.endpoint import WATCH_S, Endpoint
 from atlas.wan.transport.inbox import Inbox, MessageRefusedError
 from atlas.wan.transport.outbox import Outbox
+from atlas.wan.transport.settings import CONNECT_S
 from atlas.wan.transport.stream_budget import ChannelKind
 from atlas.wan.transport.wire import FrameHeader, FrameKind
 
@@ -89,7 +90,7 @@ class Cell(Transport):
         kinds = [kind for name in lanes for kind in [self.endpoint.kind_of(name)] * len(lanes[name])]
         return [*kinds, *[ChannelKind.LIGHT] * len(lanes)]
 
-    def connect(self, peers: Mapping[str, Address | None], timeout_s: float = 30.0) -> None:
+    def connect(self, peers: Mapping[str, Address | None], timeout_s: float = CONNECT_S) -> None:
         """Connects to the other nodes of the cell and to the counterpart on the other side of the WAN. None in place of
         an address: the peer calls `dial_for`."""
         self.endpoint.connect(peers, [self._note_lane], timeout_s, light=True)

@@ -29,7 +29,7 @@ from atlas.wan.transport.inbound import Inbound
 from atlas.wan.transport.inbound_dialer import InboundDialer
 from atlas.wan.transport.inbound_streams import InboundStreams
 from atlas.wan.transport.inbox import Inbox
-from atlas.wan.transport.settings import TransportSettings
+from atlas.wan.transport.settings import CONNECT_S, TransportSettings
 from atlas.wan.transport.shared_channel import SharedChannel
 from atlas.wan.transport.shared_threads import SharedThreads
 from atlas.wan.transport.stream import SocketStream, broken
@@ -86,7 +86,7 @@ class Endpoint(Transport, Closing):
         self,
         peers: Mapping[str, Address | None],
         lanes: Iterable[int] = (0,),
-        timeout_s: float = 30.0,
+        timeout_s: float = CONNECT_S,
         *,
         light: bool = False,
     ) -> None:
@@ -96,7 +96,7 @@ class Endpoint(Transport, Closing):
         places = [(peer, lane, address) for peer, address in peers.items() for lane in lanes]
         self.warm_up([self.open(*place, light=light) for place in places], timeout_s)
 
-    def warm_up(self, channels: Iterable[Channel], timeout_s: float = 30.0) -> None:
+    def warm_up(self, channels: Iterable[Channel], timeout_s: float = CONNECT_S) -> None:
         """Returns when all are connected and warmed up. Raises WorkerError if one cannot be reached in time."""
         channels, deadline = list(channels), time.monotonic() + timeout_s
         shared = [channel for channel in channels if isinstance(channel, SharedChannel)]
