@@ -42,7 +42,7 @@ with more ranks, all exchange in one operation, and the sum is taken when all pa
 NUM_THREADS = 6
 """Of a Gloo group, for operations that are under way at the same time."""
 POLL_S = 100e-6
-"""Between two looks at an operation of the device: short beside the milliseconds that a sum takes."""
+"""Between two looks at an operation of the device."""
 DETERMINISTIC = {"NCCL_ALGO": "Ring", "NCCL_NVLS_ENABLE": "0"}
 """NCCL adds in one order in every run on the same ranks, as in Megatron-LM's deterministic mode."""
 

@@ -25,8 +25,8 @@ HUBER_MS = 5.0
 """From this error of a packet's delay on, the loss grows linearly."""
 WINDOW_WEIGHT, LOST_WEIGHT, PRIOR_WEIGHT, SCALE_WEIGHT = 0.3, 0.5, 20.0, 100.0
 """Of the parts of the loss, beside 1 for packets' delays in ms: the pinball loss of windows, the cross-entropy of lost
-packets, the distance to the conservation estimate, and that to the base model's capacity and delay. Chosen by hand when
-the network was written; not tuned since, because it is not the default (docs/weather.md)."""
+packets, the distance to the conservation estimate, and that to the base model's capacity and delay. Unchanged
+since the network was written; it is not the default (docs/weather.md)."""
 BUFFER_UNIT = 0.1
 """Of the buffer: the unit in which the pressure on it enters the cross-entropy."""
 IDLE_DELAY = 0.02

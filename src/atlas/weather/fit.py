@@ -29,7 +29,7 @@ from atlas.weather.routes import route_pieces
 
 Method = Literal["constant", "peak", "pairs", "auto"]
 MIN_SPAN_S = 5.0
-"""Of a table: fewer seconds have too few windows for a held-out fifth."""
+"""Of a table, at least: its last fifth must have several windows."""
 HELD_OUT = 0.2
 """The last share of the rows, which the constants are not fitted on."""
 BUSY_SHARE = 0.1
