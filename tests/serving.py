@@ -86,7 +86,7 @@ def serving(
     def workers(address: str, token_file: str) -> DedicatedWorkers:
         made.append(
             DedicatedWorkers(
-                [DedicatedWorker(address, token_file, w, "here", PERIOD_S, busy) for w in range(num_workers)]
+                [DedicatedWorker(address, token_file, w, "localhost", PERIOD_S, busy) for w in range(num_workers)]
             )
         )
         return made[0]

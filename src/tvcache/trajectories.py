@@ -142,7 +142,7 @@ def _messages(made: Trajectory, where: str, messages: list[Any], oddities: Count
             if answered is not None:
                 answered.body = encode(message.get("content"))
             else:
-                oddities["result of an unknown call" if waiting is None else "result doubled"] += 1
+                oddities["result of an unknown call" if waiting is None else "second result of a call"] += 1
     oddities["result missing"] += sum(step.body is None for step in made.steps)
 
 

@@ -107,7 +107,7 @@ def test_a_message_names_the_flag_that_was_given(atlas: Atlas) -> None:
 
 def test_mistakes_that_are_known_at_the_start_are_refused_before_work_begins(atlas: Atlas) -> None:
     said = atlas("train", "tiny.yaml", "--emulate", "--device", "tpu")
-    refused(said, "device 'tpu': must be paced, cpu or cuda:N")
+    refused(said, "device 'tpu': must be paced, cpu, cuda or cuda:N")
     assert "worker" not in said.err
     refused(atlas("wan", "certs", "east", "we st"), "node 'we st'", "a datacenter alone")  # without a CA: see above
     refused(atlas("wan", "certs", "east", "--out", "tiny.yaml"), "--out 'tiny.yaml'", "not a folder")

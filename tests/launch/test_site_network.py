@@ -60,7 +60,7 @@ def test_reach_replaces_what_the_other_side_advertises() -> None:
 
 
 def test_a_pair_of_which_neither_can_dial_is_refused() -> None:
-    with pytest.raises(AtlasError, match=r"west/0 and south/0 .* neither can dial the other .* one side is enough"):
+    with pytest.raises(AtlasError, match=r"west/0 and south/0 .* neither can dial the other .* at least one must"):
         require_connected([(site("west", None), site("south", None))])
     require_connected([(site("west", None), site("south", "192.0.2.1"))])
 

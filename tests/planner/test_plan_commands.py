@@ -28,7 +28,7 @@ def test_plan_prints_the_chosen_plan_and_why_not_the_others(capsys: pytest.Captu
     assert "it would" in out
     assert "low communication" in out
     assert "semantics" in out
-    assert "latency: below" in out
+    assert "latency: worth it below" in out
     assert "chosen" in out
     assert "x slower (+" in out
     assert "Runnable: yes" in out

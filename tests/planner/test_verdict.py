@@ -76,6 +76,21 @@ def test_a_better_network_turns_the_verdict(slow: Families) -> None:
     assert "per trillion tokens" in said
 
 
+def test_the_verdict_names_the_limit_that_the_other_plan_misses() -> None:
+    job = changed_links(job_of(), gbps=20.0, latency=0.05)
+    price = min(dc.usd_per_gpu_hour for dc in job.cluster.datacenters)
+    found = find_families(make_plan(job, objective=Objective(max_usd_per_hour=1.01 * price), tries=0), tries=0)
+    said = headline(found)
+    assert said.startswith("Not worth it: ")
+    assert " alone is fastest of the plans that meet the limits ($" in said
+    assert re.search(r"east \+ west takes .* per token, and misses the limit by \d+ %\.$", said)
+    alone = families_of(job).alone
+    assert alone is not None
+    goal = Objective("cost", min_tokens_per_s=1.05 * alone.figures.tokens_per_s)
+    said = headline(find_families(make_plan(job, objective=goal, tries=0), tries=0))
+    assert re.fullmatch(r"Worth it: .*; east alone misses the limit by \d+ %\.", said)
+
+
 def test_break_even_is_between_what_wins_and_what_loses(slow: Families) -> None:
     """bench/first_job.py asks all four questions."""
     answers = {one.what: one for one in break_even(slow, ask=("bandwidth", "egress"))}
@@ -98,7 +113,8 @@ def test_a_break_even_without_time_to_narrow_it_down_is_a_range(
     monkeypatch.setattr(breakeven, "time", SimpleNamespace(process_time=lambda: next(clock)))
     (answer,) = break_even(slow, ask=("bandwidth",))
     found = re.fullmatch(
-        r"bandwidth: between ([\d.,]+) and ([\d.,]+) Gbit/s .*no time to narrow it down\)\.", answer.text
+        r"bandwidth: the verdict changes between ([\d.,]+) and ([\d.,]+) Gbit/s .*no time to narrow it down\)\.",
+        answer.text,
     )
     assert found is not None, answer.text
     low, high = (float(one.replace(",", "")) for one in found.groups())

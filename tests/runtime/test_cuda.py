@@ -29,7 +29,7 @@ T = TypeVar("T")
 def test_a_missing_gpu_is_an_error() -> None:
     with pytest.raises(AtlasError, match="device 'cuda:0': there are 0 CUDA devices here"):
         make_device("cuda:0")
-    with pytest.raises(AtlasError, match="must be paced, cpu or cuda:N"):
+    with pytest.raises(AtlasError, match="must be paced, cpu, cuda or cuda:N"):
         make_device("tpu")
 
 

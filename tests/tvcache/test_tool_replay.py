@@ -69,7 +69,7 @@ def test_missing_duplicate_and_unknown_results_are_skipped_and_counted(tmp_path:
     steps = found.trajectories[0].steps
     assert [step.body for step in steps] == [b'{"json":"a"}', b'{"json":"b"}', None, b'{"json":"d"}']
     assert found.oddities == {
-        "result doubled": 1,
+        "second result of a call": 1,
         "result of an unknown call": 1,
         "result missing": 1,
         "arguments that cannot be cached": 1,

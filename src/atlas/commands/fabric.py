@@ -72,7 +72,9 @@ def _circuits(job: Job, args: argparse.Namespace) -> int:
     costs = case.costs_of(program)
     plan = circuit_plan(program, costs.circuits)
     found: dict[str, Any] = {"changes": [change.row() for change in plan]}
-    text = [] if plan else ["No circuits change: every photonic rail has enough circuits for this job."]
+    has_rails = any(dc.fabric is not None and dc.fabric.kind == "photonic" for dc in job.cluster.datacenters)
+    why = "every photonic rail has enough circuits for this job" if has_rails else "the job has no photonic rails"
+    text = [] if plan else [f"No circuits change: {why}."]
     if args.circuits:
         text += map(_words, plan)
     if args.rehearse is not None:

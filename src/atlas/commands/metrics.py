@@ -1,7 +1,7 @@
 """Compute the metrics of runs from their traces: data points of CCL-Bench (folders with a workload card and a trace per
 rank, as `atlas card` writes them), or folders of torch.profiler's Kineto files.
 
-CCL-Bench's metrics are computed by its definitions under its names; Atlas's own measure exposed communication,
+CCL-Bench's metrics are computed by its definitions under its names; Atlas adds metrics of exposed communication,
 idle time and imbalance. `--against` shows the first data point beside another one.
 """
 

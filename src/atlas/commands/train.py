@@ -4,8 +4,8 @@ real. Devices are paced: every op takes as long as the plan predicts (`--device 
 
 `--dc` trains the model that the job describes, `--emulate` a small stand-in model, unless `--model` names a Hugging
 Face folder, or `job`. `--data` names shards (`atlas data tokenize`), or `shipped`. With `--checkpoints` the run is
-saved, also when Ctrl-C stops it. The same command resumes it, also with another plan of the same batch. When
-a worker dies, all workers are restarted from the last complete checkpoint.
+saved, also when Ctrl-C stops it. The same command resumes it; the plan may be a different one, with the same global
+batch. When a worker dies, all workers are restarted from the last complete checkpoint.
 
 Prints the predicted and the measured iteration time; `--page` draws both timelines on one page. A plan that the runtime
 cannot execute is refused, with the reason.

@@ -122,8 +122,8 @@ def _steps(ranks: Sequence[RankFigures]) -> list[str]:
     fewest = min(counts)
     kept = fewest - 2 if fewest > 2 else fewest
     if kept < MIN_STEPS:
-        warm = "" if fewest > 2 else "; the first (warm-up) step is included"
-        found.append(f"steps: {kept} are counted, CCL-Bench asks for at least {MIN_STEPS}{warm}")
+        which = "all but the first and the last" if fewest > 2 else "the first, a warm-up step, too"
+        found.append(f"steps: {kept} are counted ({which}); CCL-Bench asks for at least {MIN_STEPS}")
     return found
 
 

@@ -160,8 +160,8 @@ class Rendezvous:
         if (certificate := writer.get_extra_info("peercert")) is not None:
             require_name(certificate, name.node)
         if hello.get("atlas") != VERSION:
-            release = f"version {hello.get('atlas')} of this protocol, the rendezvous {VERSION}"
-            return f"it uses {release}: install the same release"
+            version = f"version {hello.get('atlas')} of the launchers' protocol"
+            return f"it uses {version}, the rendezvous uses version {VERSION}: install the same release on both"
         if reason := self._admission(name, str(hello["plan"])):
             return reason
         with self.changed:  # the next launcher is compared with this one

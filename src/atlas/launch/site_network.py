@@ -181,8 +181,8 @@ def require_connected(sites: Iterable[tuple[SiteFacts, SiteFacts]]) -> None:
         if one.dials(other) is None and other.dials(one) is None:
             raise AtlasError(
                 f"{one.host} and {other.host} exchange messages, and neither can dial the other (--advertise none, "
-                "--reach none): one side is enough. Give one of them a public address and --advertise, or connect them "
-                "by a VPN and give --reach"
+                "--reach none); at least one must be able to. Give one of them a public address and --advertise, or "
+                "connect them by a VPN and give --reach"
             )
 
 

@@ -111,7 +111,7 @@ class WorkerGroup(Closing, ABC):
         try:
             while len(replies) < len(names):
                 new = self._next(
-                    timeout_s, lambda: f"no {key!r} from {', '.join(n for n in names if n not in replies)}"
+                    timeout_s, lambda: f"no message {key!r} from {', '.join(n for n in names if n not in replies)}"
                 )
                 if new.message is not None and key in new.message and new.name in names:
                     replies[new.name] = (new.message[key], new.at_ns)

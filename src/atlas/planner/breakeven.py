@@ -175,7 +175,7 @@ def _bandwidth(asker: _Asker, wins: bool) -> BreakEven:
     now = min(route.pair_gbps for route in _routes(job))
     if edge is None:
         return BreakEven("bandwidth", None, _never("bandwidth", "Gbit/s per node pair", now, wins, 1 / WIDEST, WIDEST))
-    where = f"below {_round(edge.far * now)}" if wins else f"from {_round(edge.far * now)}"
+    where = f"not worth it below {_round(edge.far * now)}" if wins else f"worth it from {_round(edge.far * now)}"
     after = "" if wins else " on"
     return _answer("bandwidth", edge, now, f"{where} Gbit/s per node pair{after} (now {now:g})", "Gbit/s per node pair")
 
@@ -186,14 +186,15 @@ def _latency(asker: _Asker, wins: bool) -> BreakEven:
     now = max(route.latency_ms for route in _routes(job))
     if edge is None:
         return BreakEven("latency", None, _never("latency", "ms one way", now, wins, WIDEST, 1 / WIDEST))
-    where = f"{'above' if wins else 'below'} {_round(edge.far * now)} ms one way (now {now:g})"
+    where = f"{'not worth it above' if wins else 'worth it below'} {_round(edge.far * now)} ms one way (now {now:g})"
     return _answer("latency", edge, now, where, "ms one way")
 
 
 def _answer(what: str, edge: _Edge, now: float, where: str, unit: str) -> BreakEven:
     if not edge.is_exact:
         low, high = sorted((edge.near * now, edge.far * now))
-        where = f"between {_round(low)} and {_round(high)} {unit} (now {now:g}; no time to narrow it down)"
+        where = f"the verdict changes between {_round(low)} and {_round(high)} {unit}"
+        where += f" (now {now:g}; no time to narrow it down)"
     return BreakEven(what, edge.far * now, f"{what}: {where}.")
 
 
@@ -222,13 +223,13 @@ def _gpus(asker: _Asker, wins: bool) -> BreakEven:
     if edge is None:
         if wins:
             return BreakEven("gpus", None, f"GPUs in {dc.name}: worth it from the first node on (now {now}).")
-        return BreakEven("gpus", None, f"GPUs in {dc.name}: up to {now * most:,.0f} do not change it (now {now}).")
+        return BreakEven("gpus", None, f"GPUs in {dc.name}: no change up to {now * most:,.0f} (now {now}).")
     near, count = (max(1, round(dc.nodes * factor)) * dc.gpus_per_node for factor in (edge.near, edge.far))
-    word = f"with {count:,} or fewer" if wins else f"from {count:,} on"
+    word, why = f"not worth it with {count:,} or fewer" if wins else f"worth it from {count:,} on", ""
     if not edge.is_exact:
         low, high = sorted((near, count))
-        return BreakEven("gpus", float(count), f"GPUs in {dc.name}: between {low:,} and {high:,} (now {now:,}).")
-    return BreakEven("gpus", float(count), f"GPUs in {dc.name}: {word} (now {now:,}).")
+        word, why = f"the verdict changes between {low:,} and {high:,}", "; no time to narrow it down"
+    return BreakEven("gpus", float(count), f"GPUs in {dc.name}: {word} (now {now:,}{why}).")
 
 
 def _egress(asker: _Asker, wins: bool) -> BreakEven:

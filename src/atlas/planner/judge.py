@@ -17,8 +17,8 @@ import numpy as np
 
 from atlas.cost.arrange import Arrangement, arrange
 from atlas.cost.cluster_arrays import GIB, ClusterArrays, Floats
-from atlas.cost.memory import memory_rule, peak_memory
-from atlas.cost.price import can_share, layout, price, sync_s
+from atlas.cost.memory import memory_rule, peak_memory, worker_memory
+from atlas.cost.price import can_share, layout_of, price, sync_s
 from atlas.cost.table import Costs
 from atlas.errors import InfeasibleError
 from atlas.ir.analysis import critical_path, path_totals_ns
@@ -131,8 +131,8 @@ def judged_groups(
     parts_s = _parts(slowest, float(start_s[k][last]))
     parts_s["sync"] = float(played[k].closing_s[0, last] + between_s[k][last])
     parts_s["step"] = float(played[k].closing_s[1, last])
-    programs = [(group.job, group.timeline.program, group.arrangement) for group in played]
-    needs = [need for job, program, found in programs for need in peak_memory(job, program, arrangement=found)]
+    programs = [(group.job, group.timeline.program, worker_memory(group.job, group.arrangement)) for group in played]
+    needs = [need for job, program, workers in programs for need in peak_memory(job, program, workers=workers)]
     worker, need = min(needs, key=lambda one: one[0].cap - one[1])
     figures = figures_of(
         space,
@@ -166,25 +166,25 @@ def play(job: Job, candidate: Candidate, *, exact: bool = False) -> SimulatedGro
     """One group's cell, simulated up to its last backward."""
     arrangement = arrange(job)
     memory = memory_rule(job, arrangement=arrangement)
-    frame = layout(job, arrangement=arrangement)
-    sharing = candidate.sharing and can_share(job, frame)
+    layout = layout_of(job, arrangement=arrangement)
+    sharing = candidate.sharing and can_share(job, layout)
     costs = price(job, tcp=candidate.tcp, sharing=sharing, arrangement=arrangement)
 
     def program_of(num_microbatches: int) -> Program:
-        part = replace(frame, num_microbatches=num_microbatches)
+        part = replace(layout, num_microbatches=num_microbatches)
         return eager(part, costs, memory, recompute=job.recompute, sharing=sharing)
 
-    few = enough(frame, ahead_of(costs, job.recompute)[0])
+    few = enough(layout, ahead_of(costs, job.recompute)[0])
     left = job.num_microbatches - few
     found = None
     if left and exact:
-        found = extrapolate(program_of, costs, job.num_microbatches, in_full=EXACT_EVENTS // _per_microbatch(frame))
+        found = extrapolate(program_of, costs, job.num_microbatches, in_full=EXACT_EVENTS // _per_microbatch(layout))
     if found is not None:
         timeline, later_s = found.timeline, found.later_ns / 1e9
     else:
         timeline = simulate(program_of(few), costs)
         later_s = left * period_s(timeline) if left else 0.0
-    ends = np.zeros((frame.num_pipelines, job.pp), np.int64)
+    ends = np.zeros((layout.num_pipelines, job.pp), np.int64)
     np.maximum.at(ends.reshape(-1), timeline.program.op_worker, timeline.op_end_ns)
     sync = [sync_s(job, arrangement, rank) + _circuits_s(costs, rank) for rank in range(job.pp)]
     step = [time.update_s for time in arrangement.stage_times]
@@ -202,14 +202,14 @@ def _circuits_s(costs: Costs, rank: int) -> float:
     return (found.delay_ns[rank] + max(0, found.delay_ns[rank] - hidden_ns)) / 1e9
 
 
-def enough(frame: Layout, ahead: int) -> int:
+def enough(layout: Layout, ahead: int) -> int:
     """Microbatches to simulate: all of them, or in a long run enough to contain the steady period several times."""
-    return min(frame.num_microbatches, max(4 * (ahead + 2), MANY_EVENTS // _per_microbatch(frame)))
+    return min(layout.num_microbatches, max(4 * (ahead + 2), MANY_EVENTS // _per_microbatch(layout)))
 
 
-def _per_microbatch(frame: Layout) -> int:
+def _per_microbatch(layout: Layout) -> int:
     """Events."""
-    return 5 * frame.num_pipelines * frame.num_stages
+    return replace(layout, num_microbatches=1).about_events(split=False)
 
 
 def period_s(timeline: Timeline) -> float:

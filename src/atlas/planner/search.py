@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from atlas.cost.cluster_arrays import ClusterArrays
 from atlas.errors import InfeasibleError
+from atlas.ir.program import Layout
 from atlas.planner.candidate import Candidate, kind_of
 from atlas.planner.judge import Judged, judge, judged_groups, require_runnable
 from atlas.planner.objective import Objective
@@ -170,4 +171,5 @@ class Search:
 
 def events(candidate: Candidate) -> int:
     """Of one try."""
-    return sum(6 * g.pipelines_per_cell * g.pp * g.num_microbatches for g in candidate.groups)
+    cells = (Layout.even(g.pipelines_per_cell, g.pp, g.num_microbatches) for g in candidate.groups)
+    return sum(cell.about_events(split=True) for cell in cells)

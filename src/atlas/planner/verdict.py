@@ -19,6 +19,7 @@ from atlas.spec import Job
 
 LOW_COMMUNICATION = f"low communication (DiLoCo-style, {INNER_STEPS} inner steps)"
 NOT_RUN = "changes training semantics; not run by Atlas"
+NO_ROOM = "no region alone has room for this job"
 SAME = 0.005
 """Costs within this share of each other are called the same."""
 
@@ -40,29 +41,42 @@ def headline(families: Families, answers: Sequence[BreakEven] = ()) -> str:
             return f"{names_of(winner.candidate)} alone: no plan over several regions was found{_cost(winner, priced)}."
         return _not_worth(planned, winner, together, priced, answers)
     if alone is None:
-        text = f"Only together: no region alone has room for this job. {names_of(winner.candidate)} trains "
+        why = "no plan in one region fits and meets the limits" if planned.objective.has_limits else NO_ROOM
+        text = f"Only together: {why}. {names_of(winner.candidate)} trains "
         return f"{text}{winner.figures.tokens_per_s:,.0f} tokens/s{_cost(winner, priced)}."
     speed = alone.figures.iteration_s / winner.figures.iteration_s
     faster = f"trains {speed:.2f}x faster than" if speed >= 1 else f"takes {1 / speed:.2f}x as long as"
     text = f"Worth it: {names_of(winner.candidate)} {faster} {names_of(alone.candidate)} alone"
     if priced:
         text += f" and {_costs(winner, alone)}{_cost(winner, priced)}"
+    if missed := _missed(planned, alone):
+        text += f"; {names_of(alone.candidate)} alone {missed}"
     return f"{text}."
 
 
 def _not_worth(planned: Planned, winner: Judged, together: Judged, priced: bool, answers: Sequence[BreakEven]) -> str:
     best = "cheapest" if planned.objective.minimise == "cost" else "fastest"
+    within = " of the plans that meet the limits" if planned.objective.has_limits else ""
     slower = together.figures.iteration_s / winner.figures.iteration_s
-    text = f"Not worth it: {names_of(winner.candidate)} alone is {best}{_cost(winner, priced)}. "
+    text = f"Not worth it: {names_of(winner.candidate)} alone is {best}{within}{_cost(winner, priced)}. "
     text += f"{names_of(together.candidate)} takes {slower:.2f}x as long"
     if priced:
         text += f" and {_costs(together, winner)}"
+    if missed := _missed(planned, together):
+        text += f", and {missed}"
     edge = next((one for one in answers if one.what == "bandwidth" and one.value is not None), None)
     if edge is not None and edge.value is not None:
         text += f"; it would be worth it from {edge.value:.2g} Gbit/s per node pair on"
     elif any(one.what == "bandwidth" for one in answers):
         text += "; more bandwidth would not change that"
     return f"{text}."
+
+
+def _missed(planned: Planned, judged: Judged) -> str:
+    """`misses the limit by 14 %`; empty for a plan that meets all limits."""
+    figures = judged.figures
+    missed = float(planned.objective.missed(figures.iteration_s, figures.usd_per_iteration, figures.tokens))
+    return f"misses the limit by {100 * missed:.0f} %" if missed else ""
 
 
 def _cost(judged: Judged, priced: bool) -> str:

@@ -36,7 +36,7 @@ class Whole:
     @property
     def sharing(self) -> bool:
         """Whether any group's pipelines may take turns."""
-        return any(result.case.turns is not None for result in self.results)
+        return any(result.case.price_turns is not None for result in self.results)
 
 
 def simulate_whole(
@@ -54,11 +54,12 @@ def simulate_whole(
     """The candidate under a schedule; InfeasibleError where it is too long to be simulated in full. `as_stated`: it is
     the job itself, and the schedule may choose the stages of a worker where the job leaves them open."""
     stated = {key: getattr(job, key) for key in ("interleave", "layers_per_stage")} if as_stated else {}
+    chosen = find_schedule(schedule)
     results: list[Result] = []
     known: dict[tuple[Any, ...], Result] = {}
     for k in range(len(candidate.groups)):
         one = candidate.job(job, k).model_copy(update=stated)
-        key = _priced(prepare(one, find_schedule(schedule), candidate.tcp, sharing=sharing))
+        key = _priced(prepare(one, chosen, candidate.tcp, sharing=sharing and chosen.shares))
         if key not in known:  # equal groups are simulated once
             known[key] = evaluate(
                 one, schedule, tcp=candidate.tcp, sharing=sharing, budget=budget, seed=seed, progress=progress
@@ -69,9 +70,9 @@ def simulate_whole(
 
 def _priced(case: Case) -> tuple[Any, ...]:
     """All that a simulation depends on; the names of datacenters and links are left out."""
-    frame = case.layout
-    crosses = tuple(a != b for a, b in zip(frame.rank_dc[:-1], frame.rank_dc[1:], strict=True))
-    shape = (frame.num_pipelines, frame.num_stages, frame.num_microbatches, frame.stage_rank, crosses)
+    layout = case.layout
+    crosses = tuple(a != b for a, b in zip(layout.rank_dc[:-1], layout.rank_dc[1:], strict=True))
+    shape = (layout.num_pipelines, layout.num_stages, layout.num_microbatches, layout.stage_rank, crosses)
     return (shape, _prices(case.apart), case.turns and _prices(case.turns), case.memory, case.job.recompute)
 
 

@@ -31,7 +31,7 @@ SumsKind = Literal["ordered", "fast", "transport"]
 def require_device_name(name: str) -> None:
     """Raise for a device that no host has; `hardware.require_device` also looks at this host."""
     if re.fullmatch(r"paced|cpu|cuda(:\d+)?", name) is None:
-        raise AtlasError(f"device {name!r}: must be paced, cpu or cuda:N. Write one of them")
+        raise AtlasError(f"device {name!r}: must be paced, cpu, cuda or cuda:N. Write one of them")
 
 
 # ---- what is trained -------------------------------------------------------------------------------------------------

@@ -126,7 +126,8 @@ class StopControl:
                 return
             if not self._changed.wait_for(lambda: self._is_decided, DECISION_S):
                 raise AtlasError(
-                    f"stopped before step {step}, but the launcher sent no last step within {DECISION_S:g} s"
+                    f"the run was to stop, and this worker waited before step {step}: the launcher did not say within "
+                    f"{DECISION_S:g} s which step is the last"
                 )
 
     def stop(self) -> None:

@@ -58,7 +58,7 @@ SCHEDULES: dict[str, Schedule] = {
         ),
         Schedule(
             "1f1b-eager",
-            "1F1B with a longer warm-up, the fastest of a fixed set within memory; used to compare plans",
+            "1F1B with a longer warm-up: the fastest of a few lengths that fit in memory; used to compare plans",
             eager_of,
             shares=True,
         ),

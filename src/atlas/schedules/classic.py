@@ -58,8 +58,8 @@ def interleaved(layout: Layout, *, recompute: bool = False) -> Program:
     chunks = layout.num_stages // ranks
     if chunks < 2:
         raise ProgramError(
-            f"interleaved 1F1B needs two or more stages per worker, and got {layout.num_stages} stages for {ranks}: "
-            "set interleave: 2 in the job, or use '1f1b'"
+            f"interleaved 1F1B needs two or more stages per worker, and there are {layout.num_stages} stages for "
+            f"{ranks} workers: set interleave: 2 in the job, or use '1f1b'"
         )
     rounds = max(1, num_mb // ranks)
     if num_mb % rounds:

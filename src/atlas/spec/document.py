@@ -105,11 +105,11 @@ def read_text(path: Path, *, key: str, max_bytes: int = MAX_BYTES) -> str:
         if path.is_dir():
             raise fail("is a folder", "Name a file in it")
         if not path.exists():
-            raise fail("there is no such file", "Check the path; paths in a file are relative to that file")
+            raise fail("there is no such file", "Check the path; paths in a file are relative to that file's folder")
         if not path.is_file():
             raise fail("is not a regular file", "Name a plain file")
         if path.stat().st_size > max_bytes:
-            raise fail(f"has more than {max_bytes:,} bytes", "This is not a job file; check the path")
+            raise fail(f"has more than {max_bytes:,} bytes, too many for such a file", "Check the path")
         raw = path.read_bytes()
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)

@@ -65,7 +65,8 @@ def near_gpus(name: str, own: Iterable[str] = ()) -> str:
 
 
 def unknown_gpu(name: str, own: Iterable[str], where: str, key: str) -> SpecError:
-    remedy = f"{near_gpus(name, own)} Or define it under cluster.gpus"
+    near = near_gpus(name, own)
+    remedy = f"{near}{'' if near.endswith('?') else '.'} Or define it under cluster.gpus"
     return SpecError(where=where, key=key, value=name, rule="no such GPU type", remedy=remedy)
 
 

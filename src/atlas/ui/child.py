@@ -41,7 +41,8 @@ class PageProcess(Closing):
             self._process.stdin.write(json.dumps({"source": str(folder), "host": host, "port": port}) + "\n")
             self._process.stdin.flush()
             line = self._process.stdout.readline()
-            reply: Mapping[str, Any] = json.loads(line) if line else {"error": "its process ended at once"}
+            ended = {"error": "the process that serves the page ended at once"}
+            reply: Mapping[str, Any] = json.loads(line) if line else ended
         except BaseException:
             self.close()
             raise

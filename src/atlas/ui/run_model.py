@@ -21,12 +21,11 @@ from atlas.planner.judge import Judged
 from atlas.planner.placed import judged_result
 from atlas.planner.report import drawn_plan, places
 from atlas.sim import simulate
+from atlas.sim.simulate import SMALL
 from atlas.spec import Job
 from atlas.view.map import load_color, map_svg
 from atlas.view.places import PANEL, MapPlaces, map_places
 
-MAX_EVENTS = 60_000
-"""Iterations are drawn up to this number of events, at least one."""
 MAX_ITERATIONS = 3
 
 
@@ -126,5 +125,5 @@ def transfer_times_ms(timeline: Timeline) -> dict[str, float]:
 
 
 def shown_iterations(program: Program) -> int:
-    """How many iterations the page shows."""
-    return max(1, min(MAX_ITERATIONS, MAX_EVENTS // max(1, program.num_events)))
+    """How many iterations the page shows: at least one, and no more than the plain engine simulates."""
+    return max(1, min(MAX_ITERATIONS, SMALL // max(1, program.num_events)))

@@ -168,13 +168,12 @@ class WhatIfDesk:
 
     def _plain(self, case: Case, schedule: str) -> tuple[Program, str]:
         """An order for a shape that was not searched yet."""
-        frame = case.layout
-        small = 6 * frame.num_pipelines * frame.num_stages * frame.num_microbatches <= QUICK_EVENTS
+        small = case.layout.about_events(split=True) <= QUICK_EVENTS
         if small or SCHEDULES[schedule].virtual_stages:
             return build(case, SCHEDULES[schedule], budget=0), UNSEARCHED.format(schedule)
         shared = SCHEDULES[schedule].shares and case.turns is not None
         costs = case.turns if shared and case.turns is not None else case.apart
-        order = eager(frame, costs, case.memory, recompute=case.job.recompute, sharing=shared)
+        order = eager(case.layout, costs, case.memory, recompute=case.job.recompute, sharing=shared)
         return with_optimizer(order), STAND_IN
 
     def _answer(self, result: Result, values: SliderValues, label: str, kind: str) -> dict[str, Any]:

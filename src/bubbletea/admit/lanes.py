@@ -56,7 +56,7 @@ def build_lanes(
         if lanes:
             return lanes
     missing = _missing_bytes(pattern, costs, sorted({size for sizes in choices for size in sizes}), num_ranks, chunk)
-    wanted = "" if split is None else f" of {' or '.join(map(str, choices[0]))} worker{'s' * (choices[0] != [1])}"
+    wanted = "" if split is None else f" on {' or '.join(map(str, choices[0]))} worker{'s' * (choices[0] != [1])}"
     where = [
         f"{dc} has too few workers (or the model too few layers)"
         if least is None
@@ -64,7 +64,7 @@ def build_lanes(
         for dc, least in missing.items()
     ]
     raise AtlasError(
-        f"the prefill model does not fit into the memory{wanted}: {', '.join(where)}. Reserve more memory for it "
+        f"no copy of the prefill model fits{wanted}: {', '.join(where)}. Reserve more memory for it "
         "(`reserved_gib` in the job, --arena-mib of `bubbletea serve`), or split it over another number of workers"
     )
 

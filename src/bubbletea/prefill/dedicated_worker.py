@@ -28,7 +28,7 @@ class DedicatedWorker:
     address: str
     token_file: str
     worker: int
-    datacenter: str = "here"
+    datacenter: str = "localhost"
     period_s: float = 1.0
     busy: float = 0.0
     """The share of the period, at its start, in which the worker is busy."""

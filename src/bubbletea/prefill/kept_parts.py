@@ -100,8 +100,8 @@ class KeptParts:
         if wanted.heads is None:
             return some
         first, stop = wanted.heads
-        if some and not 0 <= first < stop <= some[0].kv.shape[1]:
-            raise LookupError(f"heads {first} to {stop - 1} of {some[0].kv.shape[1]}")
+        if some and not 0 <= first < stop <= (num_heads := some[0].kv.shape[1]):
+            raise LookupError(f"heads {first} to {stop - 1} are not here: a layer has heads 0 to {num_heads - 1}")
         return [block.of_heads(first, stop) for block in some]
 
     def release(self, ticket: str) -> None:

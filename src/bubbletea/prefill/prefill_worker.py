@@ -198,8 +198,12 @@ class PrefillWorker:
         if arena is None:
             arena = Arena(order.arena_bytes, order.workspace_bytes, place)
         elif order.arena_bytes > arena.num_bytes or order.workspace_bytes > arena.workspace_bytes:
-            sizes = [size / MIB for size in (order.arena_bytes, order.workspace_bytes, arena.num_bytes)]
-            raise WorkerError("it needs {:.0f} MiB and {:.0f} MiB of workspace; {:.0f} are reserved".format(*sizes))
+            reserved = f"{arena.num_bytes / MIB:.0f} MiB and {arena.workspace_bytes / MIB:.0f} MiB of workspace"
+            raise WorkerError(
+                f"the service needs {order.arena_bytes / MIB:.0f} MiB and {order.workspace_bytes / MIB:.0f} MiB of "
+                f"workspace, and this worker has reserved {reserved}. Train with a larger --filler-mib, or serve with "
+                "a smaller --arena-mib"
+            )
         arena.clear()
         pace = PieceTimes(order.served.config)
         with _own_stream(place):

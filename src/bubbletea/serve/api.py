@@ -144,7 +144,8 @@ class Api:
     def _asked(self, body: CompletionRequest | ChatRequest, tenant: str, prompt: str | Sequence[int]) -> TextRequest:
         self._require_model(body.model)
         if body.hands_off and (body.asked_new != 1 or body.stream):
-            raise ApiError(400, "a prefill that is handed off has max_tokens 1 and no stream", param="max_tokens")
+            message = "a hand-off (do_remote_decode: true) needs max_tokens: 1 and no stream"
+            raise ApiError(400, message, param="max_tokens")
         is_chat = isinstance(body, ChatRequest)
         return TextRequest(
             tenant=tenant,

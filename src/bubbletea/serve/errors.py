@@ -24,7 +24,7 @@ REASONS = {
     "deadline": "no bubble of training fits this prompt before its deadline",
     "share": "other tenants, which were served less, are waiting",
     "memory": "the memory for keys and values is in use",
-    "no-lane": "no workers are connected",
+    "no-lane": "no copy of the model has all its workers connected",
     "overcommitted": "prefill on this host slows training by more than --slowdown",
 }
 

@@ -49,7 +49,8 @@ class ServiceMetrics:
             "bubbletea:retries", "Refused requests that were sent again at their Retry-After", "outcome", RETRIES
         )
         self.handed_back = self._counter(
-            "bubbletea:requests_handed_back", "Admitted requests that failed because no worker was left"
+            "bubbletea:requests_handed_back",
+            "Admitted requests that failed: no worker had room, prefill failed repeatedly, or the service closed",
         )
         self.lanes = self._gauge("bubbletea:lanes", "Copies of the model whose workers are all connected")
         self._backlog = self._gauge("bubbletea:offline_backlog", "Offline requests that wait for a bubble")

@@ -337,12 +337,13 @@ STATUSES = {
     "400": "Not a valid request",
     "401": "No key, or a wrong one",
     "404": "No such model or path",
-    "405": "Another method",
+    "405": "The path does not allow this method",
     "408": "The body did not arrive in time",
     "413": "The body is too large",
     "415": "The body is not JSON",
     "429": "No bubble fits in time: Retry-After says when one will",
-    "503": "No worker is connected, or the service is draining: Retry-After says when to retry",
+    "503": "The service cannot answer now, for example while no copy of the model has all its workers connected: "
+    "Retry-After says when to retry",
 }
 
 

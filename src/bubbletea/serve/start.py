@@ -124,12 +124,13 @@ class _Readiness:
 
 
 def _counted(lanes: list[tuple[str, int]]) -> str:
-    """Lanes of the same datacenter and size, in one part: `4 copies of the model on 1 worker in east`."""
+    """Lanes of the same datacenter and size, in one part: `4 copies of the model in east, each on 1 worker`."""
     parts = [
-        f"{'1 copy' if count == 1 else f'{count} copies'} of the model on {size} worker{'s' * (size > 1)} in {dc}"
+        f"{'1 copy' if count == 1 else f'{count} copies'} of the model in {dc}, "
+        f"{'each ' * (count > 1)}on {size} worker{'s' * (size > 1)}"
         for (dc, size), count in Counter(lanes).items()
     ]
-    return ", ".join(parts)
+    return "; ".join(parts)
 
 
 def _require_device(args: argparse.Namespace) -> None:
@@ -189,7 +190,7 @@ def _dedicated(args: argparse.Namespace, windows: WorkerWindows) -> Workers:
     def workers(address: str, token_file: str) -> DedicatedWorkers:
         return DedicatedWorkers(
             [
-                DedicatedWorker(address, token_file, w, "here", period_s, args.busy, args.device)
+                DedicatedWorker(address, token_file, w, "localhost", period_s, args.busy, args.device)
                 for w in range(args.alone)
             ]
         )

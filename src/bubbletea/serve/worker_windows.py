@@ -105,6 +105,6 @@ def alone(num_workers: int, arena_bytes: int, period_s: float = 1.0, busy: float
     """Workers without training, each free except for the first `busy` of every period."""
     period_ns = int(period_s * 1e9)
     windows = [[(int(busy * period_ns), period_ns)]] * num_workers
-    pattern = Pattern.of_windows(windows, period_ns, ["here"] * num_workers, arena_bytes)
+    pattern = Pattern.of_windows(windows, period_ns, ["localhost"] * num_workers, arena_bytes)
     slots = [{0: worker} for worker in range(num_workers)]
     return WorkerWindows(pattern, slots, num_ranks=1, numbers=tuple(range(num_workers)))

@@ -41,7 +41,7 @@ class EngineLayout:
         require_genuine(params, self.caller.token)
         for host in (ticket.host, *(part.host for part in ticket.parts)):
             if host not in self.peers and not is_loopback(host):
-                raise WorkerError(f"a hand-off from {host}, which is not among the connector's peers: name it there")
+                raise WorkerError(f"a hand-off from {host}, not in `peers` of kv_connector_extra_config: add it")
         if ticket.model != self.model:
             raise WorkerError(
                 f"a hand-off of model {ticket.model}, this engine has {self.model}: serve the same on both"

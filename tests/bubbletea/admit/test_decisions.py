@@ -197,12 +197,12 @@ def test_a_model_that_fits_no_lane_names_the_missing_memory_by_datacenter() -> N
     some = pattern([[(0, 90 * MS)]] * 2, 100 * MS, memory_bytes=need - 2**29, dcs=2)
     with pytest.raises(
         AtlasError,
-        match=r"does not fit into the memory of 1 worker: dc0 lacks 0\.5 GiB on each worker \(1 per copy\), dc1",
+        match=r"no copy of the prefill model fits on 1 worker: dc0 lacks 0\.5 GiB on each worker \(1 per copy\), dc1",
     ):
         build_lanes(some, COSTS, split=1, num_ranks=1, chunk=256)
     with pytest.raises(AtlasError, match=r"dc0 lacks 1 GiB on each worker"):  # four bytes per element
         build_lanes(some, COSTS, split=1, num_ranks=1, chunk=256, scale=2.0)
-    with pytest.raises(AtlasError, match=r"memory of 2 workers: dc0 has too few workers"):
+    with pytest.raises(AtlasError, match=r"fits on 2 workers: dc0 has too few workers"):
         build_lanes(some, COSTS, split=2, num_ranks=1, chunk=256)
 
 

@@ -91,7 +91,7 @@ def test_a_decode_engine_fetches_the_kept_blocks() -> None:
     ("asked", "said"),
     [
         ({"layers": [3, 4]}, "layer 4 is not here: this worker has layers 0 to 3"),
-        ({"heads": [1, 3]}, "heads 1 to 2 of 2"),
+        ({"heads": [1, 3]}, "heads 1 to 2 are not here: a layer has heads 0 to 1"),
         ({"ticket": "t2"}, "nothing under this ticket"),
     ],
 )

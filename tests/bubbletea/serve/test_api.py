@@ -223,7 +223,7 @@ def test_a_prefill_that_is_handed_off_has_one_token(service: Serving) -> None:
     ask = ASK | {"prompt": list(range(200)), "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
     refused = post(service, ask | {"max_tokens": 2})
     assert refused.status_code == 400
-    assert "max_tokens 1" in refused.json()["error"]["message"]
+    assert "max_tokens: 1" in refused.json()["error"]["message"]
 
 
 def test_a_prefix_that_is_slow_to_move_is_computed_again(service: Serving, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ with private_folder() as folder:
         (["--alone", "1", "--token-file", "nowhere"], "--token-file nowhere: cannot be read"),
         (["--alone", "1", "--arena-mib", "1"], "GiB on each worker"),
         (["--alone", "1", "--device", "paced"], "only training workers can be paced"),
-        (["--alone", "1", "--device", "tpu"], "must be paced, cpu or cuda:N"),
+        (["--alone", "1", "--device", "tpu"], "must be paced, cpu, cuda or cuda:N"),
         (["--alone", "1", "--device", "cuda:99"], "device 'cuda:99': there are"),
     ],
 )
@@ -95,7 +95,7 @@ def test_serve_says_when_it_is_ready_and_when_no_lane_is_left() -> None:
         assert service.stdout is not None
         said = iter(service.stdout.readline, "")
         try:
-            assert "1 copy of the model on 1 worker in" in next(said)
+            assert "1 copy of the model in localhost, on 1 worker" in next(said)
             assert next(said) == "ready: 1 of 1 copies of the model\n"
             [worker] = Path(f"/proc/{service.pid}/task/{service.pid}/children").read_text(encoding="ascii").split()[-1:]
             os.kill(int(worker), signal.SIGKILL)

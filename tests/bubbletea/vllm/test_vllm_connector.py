@@ -98,7 +98,7 @@ def test_a_prompt_with_more_than_tokens_is_computed_by_vllm(orders: Orders, pref
         (lambda p: p | {"remote_seal": None}, "signature of kv_transfer_params is wrong"),
         (lambda p: p | {"remote_num_tokens": "many"}, "without a valid"),
         (lambda p: seal(p, "another token", PROMPT), "same token"),
-        (lambda p: seal(p | {"remote_host": "10.0.0.7"}, TOKEN, PROMPT), "not among the connector's peers"),
+        (lambda p: seal(p | {"remote_host": "10.0.0.7"}, TOKEN, PROMPT), "not in `peers` of kv_connector_extra_config"),
         (lambda p: seal(p | {"remote_model_id": "0" * 24}, TOKEN, PROMPT), "serve the same on both"),
         (lambda p: seal(p, TOKEN, PROMPT[1:]), "are not the prompt's"),
         (lambda p: p | {"remote_seal": "\udcff"}, "signature of kv_transfer_params is wrong"),

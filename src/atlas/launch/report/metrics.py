@@ -31,7 +31,7 @@ HELP = {
     "tokens_per_second": ("gauge", "Tokens of the last step, divided by its time."),
     "iteration_seconds": ("gauge", "Time of the last step."),
     "iteration_predicted_seconds": ("gauge", "Simulated iteration_seconds."),
-    "wan_bytes_per_second": ("gauge", "Sent between datacenters in the last step, divided by its time."),
+    "wan_bytes_per_second": ("gauge", "Bytes sent between datacenters in the last step, divided by its time."),
     "wan_streams_replaced_total": ("counter", "Connections of the transport that broke and were replaced."),
     "wan_chunks_resent_total": ("counter", "Chunks sent again because their connection broke."),
     "wan_retransmits_total": ("counter", "TCP segments that the kernels of workers sent again."),

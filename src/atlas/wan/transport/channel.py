@@ -358,7 +358,8 @@ class Channel:
         try:
             record = unpack_record(stream.read_head(RECORD_BYTES))
             if record.epoch != self.mine.epoch or record.lane != self.mine.lane:
-                raise WorkerError(f"a record of epoch {record.epoch}, lane {record.lane} is not for us")
+                own = f"epoch {self.mine.epoch}, lane {self.mine.lane}"
+                raise WorkerError(f"a record of epoch {record.epoch}, lane {record.lane} on a stream of {own}")
             self._handle(slot, stream, record)
         except (OSError, WorkerError) as error:
             self._log(error)

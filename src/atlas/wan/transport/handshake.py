@@ -40,7 +40,8 @@ class GreetingAnswer(IntEnum):
 REASONS: dict[int, str] = {
     GreetingAnswer.OLD_EPOCH: "it is in a later epoch: this side was replaced and must stop",
     GreetingAnswer.NEW_EPOCH: "it is still in an earlier epoch",
-    GreetingAnswer.OTHER_LIFE: "another process of our name is connected in this epoch: a restart needs a new epoch",
+    GreetingAnswer.OTHER_LIFE: "another process with this side's name is connected in this epoch: a restart "
+    "needs a new epoch",
     GreetingAnswer.OTHER_NODE: "it is another node than the one addressed",
     GreetingAnswer.FULL: "it has as many connections as its setting max_inbound allows",
     GreetingAnswer.NOT_READY: "it has nothing to send on this lane yet",
