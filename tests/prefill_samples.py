@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from greedy_decoding import greedy
+from loopback_transport import Loopback
 from torch import Tensor
 
 from atlas.runtime.device import Device
@@ -15,7 +17,6 @@ from atlas.runtime.models.block import KvSlab
 from atlas.runtime.models.config import DecoderConfig, gpt
 from atlas.runtime.models.decoder import Decoder, LayerRange, build
 from atlas.runtime.models.generate import run_cut
-from atlas.wan.transport.base import Loopback
 from bubbletea.prefill.arena import Arena
 from bubbletea.prefill.engine import PrefillEngine
 from bubbletea.prefill.job import PrefillPiece, PrefillTask
@@ -122,8 +123,6 @@ def run_all(
 
 
 def greedy_alone(decoder: Decoder, tokens: Sequence[int], num_tokens: int) -> list[int]:
-    from atlas.runtime.models.generate import greedy
-
     with torch.inference_mode():
         return greedy(decoder, torch.tensor([tokens]), num_tokens)[0, len(tokens) :].tolist()
 

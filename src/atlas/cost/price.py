@@ -354,12 +354,12 @@ class WanTraffic:
     def _link(self, name: str, policy: int, **settings: float) -> LinkCost:
         src, dst = self.hops[0].src.name, self.hops[0].dst.name
         weather = None if self.route.model is None else link_weather(self.route, src, dst)
-        trace = _trace(self.route) if weather is None else mean_trace(weather)
+        trace = trace_of(self.route) if weather is None else mean_trace(weather)
         link = LinkCost(f"wan {src}>{dst} {name}", policy, trace=trace, weather=weather)
         return replace(link, **settings)  # type: ignore[arg-type]
 
 
-def _trace(route: Route) -> Trace | None:
+def trace_of(route: Route) -> Trace | None:
     """The engines' form of a link's trace file."""
     if route.trace is None:
         return None

@@ -1,5 +1,5 @@
 """Data parallelism over regions: several groups of pipelines sum their gradients over the WAN, as planned in
-`runtime.meeting_plan`.
+`runtime.group_sum_plan`.
 
 Inside a group each pipeline has the sum of its slice of every stage. The groups form a ring, in the order of the
 candidate; each slice goes to the workers of the next group that have the same values: all of it once between two

@@ -25,6 +25,7 @@ PUT_BYTES, PUTS_AT_ONCE = 16 << 20, 4
 READ_BYTES = 8 << 20
 """One request of a reader that does not read all at once."""
 NUM_RETRIES, RETRY = 6, timedelta(seconds=60)
+"""Of one request: tries after the first, and the time for all."""
 
 
 def require_object_store(url: str, flag: str) -> None:
