@@ -17,11 +17,12 @@ from common.host import median_s
 from common.report import Report
 
 from atlas.cost.table import TURNS, Costs, kind_costs, uniform_costs
+from atlas.ir.circuit_phases import NONE
 from atlas.ir.program import Layout, Program
 from atlas.schedules import one_f_one_b
 from atlas.sim import compiled, lower, simulate
 from atlas.sim.extrapolate import extrapolate
-from atlas.sim.lower import NONE, Tables
+from atlas.sim.lower import Tables
 from atlas.sim.simulate import reference
 
 MS = 1_000_000

@@ -13,6 +13,23 @@ BY_CHANCE = {
     "TICK_S": "every loop has a period of its own",
     "FEW": "what is few depends on what is counted",
     "PARTS": "different things are divided",
+    "SAME": "times of plans, estimates and throughputs are compared",
+    "ROUNDING": "different quantities are rounded",
+    "REMEMBERED": "different caches",
+    "BACKLOG": "different sockets",
+    "TAIL_LINES": "of a worker's log, and of the log of a rank in an error",
+    "HOUR_S": "a unit, and a limit of an emulator",
+    "MAX_POINTS": "different charts",
+    "MAX_BYTES": "different files and answers",
+    "MAX_HEADER_BYTES": "of a checkpoint's calls, and of the service's HTTP",
+    "CHUNK_BYTES": "of a data set, and of a sum",
+    "START_TIMEOUT_S": "of workers, and of the emulator",
+    "END_S": "of different threads and processes",
+    "PATIENCE_S": "of different connections and requests",
+    "IDLE_S": "of different loops",
+    "MOST_HOLD_S": "of slices in a relay, and of the first slice after a rest",
+    "GIB": "a unit; the light modules of bubbletea do not import atlas.cost",
+    "SWITCH_INTERVAL_S": "a dedicated prefill worker does not import atlas.runtime, which loads torch",
 }
 """Names that different modules use for different things, and why their values are equal by chance."""
 NUMBER = (ast.Constant, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop)

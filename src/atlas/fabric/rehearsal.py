@@ -15,9 +15,10 @@ from atlas.cost.table import Costs
 from atlas.fabric.circuit_plan import circuit_plan
 from atlas.fabric.controller import Controller
 from atlas.fabric.switch import Switch, SwitchError
+from atlas.ir.circuit_phases import NONE
 from atlas.ir.program import Program
 from atlas.sim import lower
-from atlas.sim.lower import NONE, Tables
+from atlas.sim.lower import Tables
 from atlas.sim.simulate import run
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from atlas.cost.cluster_arrays import GIB
 from atlas.cost.memory import StateBytes, peak_memory, state_bytes
 from atlas.errors import AtlasError, SpecError
 from atlas.runtime.assignment import FillerChoice, TrainingSetup
@@ -19,7 +20,6 @@ from atlas.runtime.models.sizes import layer_sizes
 from atlas.runtime.topology import WorkerRole
 from atlas.spec import Job
 
-GIB = 1 << 30
 GRADIENT_BYTES = 4
 """Of a parameter: gradients are summed in float32."""
 ADAMW_BYTES, MASTER_BYTES = 8, 4

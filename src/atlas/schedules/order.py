@@ -8,9 +8,9 @@ import numpy as np
 
 from atlas.cost.table import TURNS
 from atlas.ir.assemble import default_turns
+from atlas.ir.circuit_phases import NONE
 from atlas.ir.program import Ints, Kind, Program
 from atlas.schedules.setting import Setting
-from atlas.sim.lower import NONE
 from atlas.sim.policy import PlayedOrder, Rule, freeze
 
 

@@ -20,12 +20,12 @@ import numpy as np
 from atlas.cost.table import TURNS, Costs, lower_bound
 from atlas.errors import ProgramError
 from atlas.ir.assemble import default_turns
+from atlas.ir.circuit_phases import NONE
 from atlas.ir.program import Ints, Kind
 from atlas.schedules.grid import Grid, prices
 from atlas.schedules.order import Order, positions
 from atlas.schedules.setting import Progress, Setting
 from atlas.sim.cell import SLOT_B, SLOT_F
-from atlas.sim.lower import NONE
 from atlas.sim.policy import ANYTIME, Rule, play, play_reversed, priority_keys
 
 FIRST = ((Kind.F, Kind.B, Kind.R, Kind.W), (Kind.B, Kind.F, Kind.R, Kind.W), (Kind.F, Kind.R, Kind.B, Kind.W))

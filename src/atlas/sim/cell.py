@@ -8,9 +8,9 @@ if numba is needed.
 
 from __future__ import annotations
 
+from atlas.ir.circuit_phases import NONE
 from atlas.ir.program import Ints
 from atlas.jit import entry, inlined, njit
-from atlas.sim.lower import NONE
 from atlas.sim.network import (
     ARRIVE,
     DELIVERED,

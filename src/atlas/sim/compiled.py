@@ -14,6 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from atlas.cost.table import PRIVATE
+from atlas.ir.circuit_phases import NONE
 from atlas.ir.program import Ints
 from atlas.jit import entry, njit
 from atlas.sim.gate_rows import (
@@ -32,7 +33,7 @@ from atlas.sim.gate_rows import (
     hold_group,
     settle,
 )
-from atlas.sim.lower import NONE, UNKNOWN, Events, Tables, require_all_done
+from atlas.sim.lower import UNKNOWN, Events, Tables, require_all_done
 from atlas.sim.network import (
     DELIVERED,
     LINK_SHIFT,

@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from atlas.ir.circuit_phases import NONE
 from atlas.ir.program import Ints
 from atlas.jit import njit
-from atlas.sim.lower import NONE, UNKNOWN
+from atlas.sim.lower import UNKNOWN
 from atlas.sim.phases import Gates
 
 # Columns of `gates`.

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from atlas.ir.circuit_phases import NONE
 from atlas.ir.program import Ints
-from atlas.sim.lower import NONE, OFFER, UNKNOWN
+from atlas.sim.lower import OFFER, UNKNOWN
 from atlas.sim.phases import Gates
 
 if TYPE_CHECKING:

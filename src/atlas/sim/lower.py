@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from atlas.cost.table import MAX_NS, PRIVATE, Circuits, Costs, Trace
 from atlas.errors import ProgramError
+from atlas.ir.circuit_phases import NONE
 from atlas.ir.program import Ints, Kind, Program
 from atlas.sim.phases import Gates, build_gates
 
-NONE = -1
 UNKNOWN = -1
 """A time that has not been settled yet."""
 OP, OFFER, LINK = FUTURE = 0, 1, 2

@@ -12,9 +12,10 @@ import math
 import numpy as np
 
 from atlas.cost.table import FAIR, PRIVATE
+from atlas.ir.circuit_phases import NONE
 from atlas.ir.program import Ints, before
 from atlas.jit import inlined, njit
-from atlas.sim.lower import FUTURE, NONE, UNKNOWN
+from atlas.sim.lower import FUTURE, UNKNOWN
 from atlas.sim.rows import (
     L_ACTIVE,
     L_CHANGING,

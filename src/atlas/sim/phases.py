@@ -17,6 +17,7 @@ import numpy as np
 
 from atlas.cost.table import Circuits
 from atlas.ir.circuit_phases import (
+    NONE,
     CircuitPhases,
     Reconfiguration,
     asking_transfer,
@@ -25,8 +26,6 @@ from atlas.ir.circuit_phases import (
     grouped,
 )
 from atlas.ir.program import Ints, Kind, Program
-
-NONE = -1  # as in `lower`, which imports this module
 
 
 class Gates(NamedTuple):

@@ -20,10 +20,11 @@ import numpy as np
 from atlas.cost.table import Costs
 from atlas.errors import ProgramError
 from atlas.ir.assemble import assemble
+from atlas.ir.circuit_phases import NONE
 from atlas.ir.program import Ints, Kind, Layout, Memory, Op, Program
 from atlas.sim import cell
 from atlas.sim.cell import SLOT_B, SLOT_F, SLOT_R, SLOT_W, play_cell
-from atlas.sim.lower import NONE, network_tables
+from atlas.sim.lower import network_tables
 from atlas.sim.rows import T_BEGUN, network, started
 
 ANYTIME, WHEN_NEXT_STARTS, ON_ARRIVAL = range(3)

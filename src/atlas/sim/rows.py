@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from atlas.ir.circuit_phases import NONE
 from atlas.ir.program import Ints
-from atlas.sim.lower import NONE, UNKNOWN, Tables
+from atlas.sim.lower import UNKNOWN, Tables
 
 Floats = NDArray[np.float64]
 

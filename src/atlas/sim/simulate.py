@@ -27,10 +27,11 @@ import numpy as np
 from atlas.cost.table import FAIR, PRIVATE, TURNS, Costs, kind_costs, uniform_costs
 from atlas.errors import AtlasError
 from atlas.ir.assemble import assemble
+from atlas.ir.circuit_phases import NONE
 from atlas.ir.program import Kind, Layout, Op, Program, before
 from atlas.ir.timeline import Timeline
 from atlas.sim.gates import GateKeeper
-from atlas.sim.lower import LINK, NONE, OFFER, OP, UNKNOWN, Events, Pace, SeededNoise, Tables, lower, require_all_done
+from atlas.sim.lower import LINK, OFFER, OP, UNKNOWN, Events, Pace, SeededNoise, Tables, lower, require_all_done
 from atlas.sim.phases import fabric_rows
 
 MAX_TOTAL_NS = 9e18
