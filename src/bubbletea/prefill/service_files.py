@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import socket
+import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from atlas.errors import AtlasError, WorkerError
+from atlas.errors import AtlasError
 
 ALL = "all"
 """The file of a service for every datacenter: of a run on one machine."""
@@ -27,6 +28,8 @@ MAX_FILE_BYTES = 4096
 """A file has an address and a token; more is not read."""
 CONNECT_S = 1.0
 """Time limit for finding out whether the service of an existing file still listens."""
+WITHDRAW = 'IFS= read -r ours; read -r _; IFS= read -r now < "$1"; [ "$now" = "$ours" ] && rm -f -- "$1"'
+"""Removes the file when the service has ended, unless another service has replaced it."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,8 @@ def service_folder(given: str | Path | None) -> Path:
 
 @contextmanager
 def announced(folder: Path, datacenter: str | None, place: ServicePlace) -> Iterator[Path]:
-    """The file exists inside the block; a killed service leaves it, and the next one replaces it."""
+    """The file exists inside the block, and until shortly after the end of a service that is killed."""
+    content = json.dumps(asdict(place))
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _require_own(folder, folder.stat())
@@ -56,16 +60,32 @@ def announced(folder: Path, datacenter: str | None, place: ServicePlace) -> Iter
         new = file.with_suffix(f".{os.getpid()}")
         new.unlink(missing_ok=True)
         new.touch(mode=0o600)
-        new.write_text(json.dumps(asdict(place)), encoding="utf-8")
+        new.write_text(content, encoding="utf-8")
         new.replace(file)
     except OSError as error:
         raise AtlasError(f"{folder}: {error.strerror or error}. Choose another --folder") from None
+    cleanup = cleanup_process(WITHDRAW, file, content + "\n")
     try:
         yield file
     finally:
-        with contextlib.suppress(OSError, WorkerError, AtlasError):
-            if _read(file) == place:
-                file.unlink()
+        cleanup.communicate()
+
+
+def cleanup_process(script: str, path: Path, first: str = "") -> subprocess.Popen[str]:
+    """A shell that runs `script` with `path`. Its standard input has `first` and ends when this process ends, also by
+    kill -9: the kernel closes the pipe."""
+    process = subprocess.Popen(
+        ["/bin/sh", "-c", script, "bubbletea-cleanup", str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,  # Ctrl-C is handled by the service
+    )
+    assert process.stdin is not None
+    process.stdin.write(first)
+    process.stdin.flush()
+    return process
 
 
 def find(settings: Mapping[str, Any], datacenter: str) -> ServicePlace | None:

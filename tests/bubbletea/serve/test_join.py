@@ -206,7 +206,8 @@ def test_a_second_service_of_a_datacenter_is_refused_while_the_first_listens(tmp
     with service(tmp_path), pytest.raises(AtlasError, match="Stop it first"), announced(tmp_path, "here", new):
         pass
     left = ServicePlace("127.0.0.1:1", "killed")
-    announced(tmp_path, "here", left).__enter__()
+    killed = announced(tmp_path, "here", left)
+    killed.__enter__()
     with announced(tmp_path, "here", new):
         assert find({"folder": str(tmp_path)}, "here") == new
     assert not list(tmp_path.iterdir())

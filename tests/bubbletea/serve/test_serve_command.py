@@ -12,13 +12,16 @@ from pathlib import Path
 import pytest
 
 from bubbletea.cli import main
+from bubbletea.prefill.service_files import ServicePlace, announced
 from bubbletea.serve.folder import private_folder
 
 KEEPER = """
 import sys
+from pathlib import Path
+from bubbletea.prefill.service_files import ServicePlace, announced
 from bubbletea.serve.folder import private_folder
 
-with private_folder() as folder:
+with private_folder() as folder, announced(Path(sys.argv[1]), "east", ServicePlace("127.0.0.1:1", "secret")):
     (folder / "token").write_text("secret")
     print(folder, flush=True)
     sys.stdin.read()
@@ -64,23 +67,30 @@ def test_the_late_share_is_at_most_one(capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, None], ids=str)
-def test_the_token_file_is_removed_when_the_service_ends(how: signal.Signals | None) -> None:
+def test_files_with_a_token_are_removed_when_the_service_ends(how: signal.Signals | None, tmp_path: Path) -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", KEEPER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", KEEPER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         folder = Path(process.stdout.readline().strip())
         assert (folder / "token").is_file()
+        assert (tmp_path / "east.json").is_file()
         if how is None:
             process.stdin.close()
         else:
             process.send_signal(how)
         process.wait(120)
     deadline = time.monotonic() + 120
-    while folder.exists():
-        assert time.monotonic() < deadline, "the token is still there"
+    while folder.exists() or (tmp_path / "east.json").exists():
+        assert time.monotonic() < deadline, "a token is still there"
         time.sleep(0.01)
+
+
+def test_a_service_does_not_remove_the_file_of_the_next_one(tmp_path: Path) -> None:
+    with announced(tmp_path, None, ServicePlace("127.0.0.1:1", "old")) as file:
+        file.write_text("another's")
+    assert file.read_text() == "another's"
 
 
 def test_the_folder_is_private_to_the_user() -> None:
