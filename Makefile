@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Many short-lived processes import torch. Without cached bytecode each of them would compile it again.
 export PYTHONDONTWRITEBYTECODE :=
 # Tests that only compute are distributed one by one; tests that measure time or start processes, file by file.
-ROOMS := $(addprefix tests/,ir spec cost sim schedules evaluate planner sailor bubbletea/admit bubbletea/sim bubbletea/windows runtime/models)
+COMPUTE_TESTS := $(addprefix tests/,ir spec cost sim schedules evaluate planner sailor bubbletea/admit bubbletea/sim bubbletea/windows runtime/models)
 
 .PHONY: demo test smoke check bench bench-quick bench-full docs test-slow chromium clean
 
@@ -13,8 +13,8 @@ demo: .venv/runtime
 	$(BIN)/python examples/demo.py
 
 test: .venv/dev chromium check
-	$(BIN)/python -m pytest -n auto --durations=10 $(ROOMS)
-	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --durations=15 $(addprefix --ignore=,$(ROOMS))
+	$(BIN)/python -m pytest -n auto --durations=10 $(COMPUTE_TESTS)
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --durations=15 $(addprefix --ignore=,$(COMPUTE_TESTS))
 
 smoke: .venv/runtime
 	$(BIN)/python -m atlas.launch.smoke

@@ -60,9 +60,7 @@ def prefill_s(engine: PrefillEngine, num_prompts: int, length: int, batch_tokens
         tokens = [(7 * job + 3 * at) % 256 for at in range(length)]
         engine.offer(PrefillTask(job, 0, length, 0, (length,), 0, 0, (("dc/0", "127.0.0.1", 0),)), tokens)
     began_s = time.perf_counter()
-    while engine.num_tasks:
-        flight = engine.step(lambda work, piece: device.begin(work, 0, 0))
-        assert flight is not None
+    while (flight := engine.step(lambda work, piece: device.begin(work, 0, 0))) is not None:
         span = flight.running.wait()
         engine.settle(flight, span.end_ns - span.start_ns)
     return time.perf_counter() - began_s

@@ -25,9 +25,9 @@ from atlas.ir.program import USEFUL, Ints
 from atlas.ir.timeline import Timeline
 from bubbletea.admit.aims import LATE_TOKENS, Aims
 from bubbletea.sim.noise import Noise
-from bubbletea.sim.replay import Ours, ReplayResult, play
-from bubbletea.sim.rivals import Paper
-from bubbletea.sim.scene import Scene, dedicated, scene_of
+from bubbletea.sim.paper_policy import PaperPolicy
+from bubbletea.sim.replay import ReplayResult, ServicePolicy, play
+from bubbletea.sim.simulated_cluster import SimulatedCluster, dedicated, simulated_cluster
 from bubbletea.sim.traces import RequestTrace, load_trace
 from bubbletea.windows.bubbles import Forecast
 
@@ -103,7 +103,7 @@ KEPT = 0.25
 
 
 def played(
-    scene: Scene,
+    cluster: SimulatedCluster,
     case: Case,
     trace: RequestTrace,
     load: float,
@@ -115,16 +115,16 @@ def played(
     aims: Aims | None = None,
 ) -> ReplayResult:
     """One replay; without patience everything is offline work."""
-    stage = dedicated(scene) if policy == "dedicated" else scene
+    stage = dedicated(cluster) if policy == "dedicated" else cluster
     split = (1,) if policy == "dedicated" else case.split[-1:] if policy == "paper" else case.split
     chunks = case.chunks if policy == "ours" else (CHUNK,)  # the others at what is best for them
     state = stage.state(Forecast(stage.pattern), stage.lanes(split, max(chunks)), chunks, kept=kept, aims=aims)
     return play(
         stage,
-        Paper(state) if policy == "paper" else Ours(state),
+        PaperPolicy(state) if policy == "paper" else ServicePolicy(state),
         policy,
         trace,
-        tokens_per_s=load * scene.capacity_tokens_per_s(trace),
+        tokens_per_s=load * cluster.capacity_tokens_per_s(trace),
         periods=span.periods,
         warm_up=span.warm_up,
         kind="online" if patience_s is not None else "offline",
@@ -133,24 +133,26 @@ def played(
     )
 
 
-def saturated(report: Report, case: Case, scene: Scene, trace: RequestTrace) -> None:
-    full = played(scene, case, trace, 1.4, span=case.full)
+def saturated(report: Report, case: Case, cluster: SimulatedCluster, trace: RequestTrace) -> None:
+    full = played(cluster, case, trace, 1.4, span=case.full)
     figures = full.figures()
-    report.figure(f"{case.name}: busy, training alone", 1 - scene.idle_share, "")
+    report.figure(f"{case.name}: busy, training alone", 1 - cluster.idle_share, "")
     report.figure(f"{case.name}: busy, saturated", figures["utilization"], "", at_least=0.94)
     report.figure(f"{case.name}: of what was filled, delivered", figures["useful"], "")
-    packed = filled_tokens(full) / (scene.capacity_tokens_per_s(trace) * (full.until_ns - full.from_ns) / 1e9)
+    packed = filled_tokens(full) / (cluster.capacity_tokens_per_s(trace) * (full.until_ns - full.from_ns) / 1e9)
     report.figure(f"{case.name}: tokens over a packing without a gap", packed, "", at_least=0.95)
-    for patience_s in (5.0, 20.0) if case is TESTBED else (min(25.0, 1.5 * scene.pattern.period_ns / 1e9),):
-        against_the_rule(report, case, scene, trace, patience_s)
+    for patience_s in (5.0, 20.0) if case is TESTBED else (min(25.0, 1.5 * cluster.pattern.period_ns / 1e9),):
+        against_the_rule(report, case, cluster, trace, patience_s)
 
 
-def against_the_rule(report: Report, case: Case, scene: Scene, trace: RequestTrace, patience_s: float) -> None:
+def against_the_rule(
+    report: Report, case: Case, cluster: SimulatedCluster, trace: RequestTrace, patience_s: float
+) -> None:
     """At twice the load that saturates; our patience is the rule's p95, so that ours is no later."""
-    span = case.full._replace(warm_up=max(case.full.warm_up, 1.2e9 * patience_s / scene.pattern.period_ns))
-    rule = played(scene, case, trace, 2.0, span=span, policy="paper", patience_s=patience_s)
+    span = case.full._replace(warm_up=max(case.full.warm_up, 1.2e9 * patience_s / cluster.pattern.period_ns))
+    rule = played(cluster, case, trace, 2.0, span=span, policy="paper", patience_s=patience_s)
     p95_s = rule.figures()["ttft_p95_s"]
-    plain, ours = (played(scene, case, trace, 2.0, span=span, patience_s=p95_s, kept=kept) for kept in (0.0, KEPT))
+    plain, ours = (played(cluster, case, trace, 2.0, span=span, patience_s=p95_s, kept=kept) for kept in (0.0, KEPT))
     name = f"{case.name}, patience {patience_s:.0f} s"
     report.figure(f"{name}: p95 of the paper's rule", p95_s, "s")
     report.figure(f"{name}: p95 of ours", ours.figures()["ttft_p95_s"], "s", at_most=p95_s)
@@ -174,20 +176,20 @@ def filled_tokens(found: ReplayResult) -> float:
     return total
 
 
-def relaxed(report: Report, case: Case, scene: Scene, trace: RequestTrace) -> None:
+def relaxed(report: Report, case: Case, cluster: SimulatedCluster, trace: RequestTrace) -> None:
     """At 60 % of the load that saturates, i.e. of what is packed.
 
     The bars are the TTFT of accelerators that only prefill, plus a multiple of the time that a queue served in order of
     arrival waits for idle accelerators in the same bubbles (zero where some are always idle). That queue may use any
     idle accelerator; a lane needs its stages to be idle one after the other, hence the factors of 2.5 and 1.5.
     """
-    theirs = played(scene, case, trace, LOAD, span=case.part, policy="dedicated", patience_s=20.0).figures()
-    limit_s = theirs["ttft_p95_s"] + scene.longest_op_ns / 1e9
+    theirs = played(cluster, case, trace, LOAD, span=case.part, policy="dedicated", patience_s=20.0).figures()
+    limit_s = theirs["ttft_p95_s"] + cluster.longest_op_ns / 1e9
     aims = Aims(1.1 * theirs["ttft_p50_s"], case.late, LATE_TOKENS) if case.late else None
     patience_s = case.patience_s or limit_s
-    replay = played(scene, case, trace, LOAD, span=case.part, patience_s=patience_s, aims=aims)
+    replay = played(cluster, case, trace, LOAD, span=case.part, patience_s=patience_s, aims=aims)
     ours, name = replay.figures(), f"{case.name}, 60 %"
-    idle, period_s = idle_curve(scene), scene.pattern.period_ns / 1e9
+    idle, period_s = idle_curve(cluster), cluster.pattern.period_ns / 1e9
     wait_p50_s, wait_p95_s = (period_s * float(np.percentile(queueing(idle), share)) for share in (50, 95))
     report.figure(f"{name}: dedicated p50", theirs["ttft_p50_s"], "s")
     report.figure(f"{name}: wait for idle accelerators, p50", wait_p50_s, "s")
@@ -202,10 +204,10 @@ def relaxed(report: Report, case: Case, scene: Scene, trace: RequestTrace) -> No
     report.figure(f"{name}: refused", ours["refused"], "", at_most=0.05)
     late = unavoidable(idle, idle, limit_s, period_s)
     report.figure(f"{name}: work that no policy serves in that time", late, "")
-    report.figure(f"{name}: late or refused with any policy (bars: 0.0975)", longest(trace, scene, late), "")
+    report.figure(f"{name}: late or refused with any policy (bars: 0.0975)", longest(trace, cluster, late), "")
     report.figure(f"{name}: moments at which no accelerator is idle", float((np.diff(idle) < 1e-9).mean()), "")
-    if case is FIVE and scene.result is not None:
-        soonest, latest = (timeline_curve(scene.result.single, at) for at in slack(scene.result.single))
+    if case is FIVE and cluster.result is not None:
+        soonest, latest = (timeline_curve(cluster.result.single, at) for at in slack(cluster.result.single))
         late = unavoidable(soonest, latest, limit_s, period_s)
         report.figure(f"{name}: work, were ops moved within their slack", late, "")
 
@@ -221,8 +223,8 @@ Curve = NDArray[np.float64]
 """Idle accelerators, summed up from the start of an iteration to each of `STEPS` moments; the whole of it is 1."""
 
 
-def idle_curve(scene: Scene) -> Curve:
-    pattern = scene.pattern
+def idle_curve(cluster: SimulatedCluster) -> Curve:
+    pattern = cluster.pattern
     grid = np.linspace(0, pattern.period_ns, STEPS)
     phase = np.repeat(pattern.phase_ns, np.diff(pattern.ptr))
     capacity = np.zeros(STEPS)
@@ -285,40 +287,40 @@ def unavoidable(soonest: Curve, latest: Curve, wait_s: float, period_s: float) -
     return max(0.0, worst) / LOAD
 
 
-def longest(trace: RequestTrace, scene: Scene, work: float) -> float:
+def longest(trace: RequestTrace, cluster: SimulatedCluster, work: float) -> float:
     """The least share of a trace's requests that make up so much of its work: the longest prompts."""
-    ordered = np.sort([scene.some_costs.prompt_ns(int(n)) for n in trace.tokens])[::-1]
+    ordered = np.sort([cluster.some_costs.prompt_ns(int(n)) for n in trace.tokens])[::-1]
     return float(np.searchsorted(np.cumsum(ordered) / ordered.sum(), work)) / len(ordered)
 
 
 def slowed(report: Report, trace: RequestTrace) -> None:
     """Ops and transfers spread by 2 %, learnt over 16 iterations, bubbles saturated."""
-    scene = scene_of(Path(TESTBED.job), schedule="atlas", steady=False)
-    assert scene.result is not None
-    noise = Noise(scene.result, 0.02, 0.02)
-    slice_ns = scene.some_costs.layer(CHUNK, 0)
-    forecast = noise.learnt(scene.pattern, 0.005, slice_ns)
-    state = scene.state(forecast, scene.lanes((2,), CHUNK), (CHUNK,))
-    rate = 1.4 * scene.capacity_tokens_per_s(trace)
-    found = play(scene, Ours(state), "ours", trace, tokens_per_s=rate, periods=20, warm_up=4, kind="offline")
+    cluster = simulated_cluster(Path(TESTBED.job), schedule="atlas", steady=False)
+    assert cluster.result is not None
+    noise = Noise(cluster.result, 0.02, 0.02)
+    slice_ns = cluster.some_costs.layer(CHUNK, 0)
+    forecast = noise.learnt(cluster.pattern, 0.005, slice_ns)
+    state = cluster.state(forecast, cluster.lanes((2,), CHUNK), (CHUNK,))
+    rate = 1.4 * cluster.capacity_tokens_per_s(trace)
+    found = play(cluster, ServicePolicy(state), "ours", trace, tokens_per_s=rate, periods=20, warm_up=4, kind="offline")
     cost: Any = noise.slowdown(forecast, found.placed.values(), 24)
     report.figure("12 GPUs, 2 % jitter: training slower by", cost.mean, "", at_most=0.005)
     report.figure("12 GPUs, 2 % jitter: planned prefill cut", cost.cut, "")
     report.figure("12 GPUs, 2 % jitter: busy", found.figures()["utilization"], "")
 
 
-def ratio(scene: Scene) -> float:
+def ratio(cluster: SimulatedCluster) -> float:
     """The paper's C: an activation's bytes over a node pair's bandwidth, over the forward of the median stage."""
-    assert scene.result is not None
-    job, stages = scene.result.case.job, scene.result.case.arrangement.stage_times
+    assert cluster.result is not None
+    job, stages = cluster.result.case.job, cluster.result.case.arrangement.stage_times
     wan_s = job.activation_bytes * 8 / (job.cluster.wan.pair_gbps * 1e9)
     return wan_s / float(np.median([stage.forward_s for stage in stages]))
 
 
-def of_cells(scene: Scene, cells: int) -> Scene:
+def of_cells(cluster: SimulatedCluster, cells: int) -> SimulatedCluster:
     """The same with so many cells of it."""
-    pattern, residual = scene.pattern.replicated(cells), scene.residual.replicated(cells)
-    return replace(scene, pattern=pattern, residual=residual)
+    pattern, residual = cluster.pattern.replicated(cells), cluster.residual.replicated(cells)
+    return replace(cluster, pattern=pattern, residual=residual)
 
 
 def main() -> int:
@@ -330,11 +332,11 @@ def main() -> int:
     trace = load_trace(TRACE)
     report = Report("BubbleTea (simulated)", "a packing without a gap; the paper's rule; dedicated prefill GPUs")
     for case in (CASES[name] for name in wanted if name in CASES):
-        scene = scene_of(Path(case.job), schedule=case.schedule, changes=case.changes)
-        report.figure(f"{case.name}: C", ratio(scene), "")
-        report.figure(f"{case.name}: iteration", scene.pattern.period_ns / 1e9, "s")
-        saturated(report, case, scene, trace)
-        relaxed(report, case, of_cells(scene, case.cells), trace)
+        cluster = simulated_cluster(Path(case.job), schedule=case.schedule, changes=case.changes)
+        report.figure(f"{case.name}: C", ratio(cluster), "")
+        report.figure(f"{case.name}: iteration", cluster.pattern.period_ns / 1e9, "s")
+        saturated(report, case, cluster, trace)
+        relaxed(report, case, of_cells(cluster, case.cells), trace)
     if "slowdown" in wanted:
         slowed(report, trace)
     return report.finish()

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from atlas.cost.compute import layer_pass, rates
-from atlas.runtime.profile import layer_times
+from atlas.runtime.profile import profile
 from atlas.spec import parse_job
 from atlas.spec.gpus import GPUS, Calibration
 from atlas.spec.job import Model
@@ -104,8 +104,8 @@ def measure_layers(device: str, repeats: int, until: float, shapes: list[tuple[s
                 "microbatch": microbatch,
             }
         )
-        times = layer_times(job, device, repeats)
-        rows.append(Row(family, hidden, heads, seq_len, microbatch, **asdict(times)))
+        times = profile(job, device, repeats)["layer"]
+        rows.append(Row(family, hidden, heads, seq_len, microbatch, **times))
         print(json.dumps(asdict(rows[-1])), flush=True)
         if device == "cuda":
             torch.cuda.empty_cache()

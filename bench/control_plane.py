@@ -42,7 +42,7 @@ from atlas.launch.site_records import SiteRecords
 from atlas.launch.site_security import security_of
 from atlas.launch.train_options import TrainOptions
 from atlas.lifetime import Lifeline
-from atlas.runtime.wiring import WorkerRole
+from atlas.runtime.topology import WorkerRole
 from atlas.spec import load_job
 from atlas.wan.emulator.paths import PathSpec
 from atlas.wan.emulator.proxy_net import ProxyNet

@@ -35,7 +35,7 @@ from atlas.ir.program import Kind
 from atlas.runtime.device import Span
 from atlas.runtime.hardware import make_device
 from atlas.runtime.waits import Position
-from bubbletea.prefill.filling import Filling
+from bubbletea.prefill.filling import WaitFilling
 from bubbletea.prefill.throttle import Throttle
 
 
@@ -107,7 +107,7 @@ class Turn(NamedTuple):
     counts: bool
 
 
-def _iterate(trainer: Trainer, rhythm: Rhythm, turn: Turn, found: Run, filling: Filling | None) -> None:
+def _iterate(trainer: Trainer, rhythm: Rhythm, turn: Turn, found: Run, filling: WaitFilling | None) -> None:
     origin_ns, free_ns = turn.start_ns + turn.number * rhythm.period_ns, 0
     for index, op in enumerate(rhythm.ops):
         ready_ns = origin_ns + rhythm.arrive_ns[index]
@@ -127,7 +127,7 @@ def _iterate(trainer: Trainer, rhythm: Rhythm, turn: Turn, found: Run, filling: 
         found.op_ns[Kind.STEP].append(span.end_ns - span.start_ns)
 
 
-def _wait(position: Position, ready_ns: int, found: Run, filling: Filling | None) -> None:
+def _wait(position: Position, ready_ns: int, found: Run, filling: WaitFilling | None) -> None:
     began_ns = time.monotonic_ns()
     if filling is not None and began_ns < ready_ns:
         filling.fill(position, lambda: time.monotonic_ns() >= ready_ns)

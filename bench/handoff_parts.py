@@ -42,7 +42,7 @@ from serving import TINY as SERVICE
 from serving import serving
 from vllm_lab import Prefiller, make_model
 
-from bubbletea.handoff.fetch import Caller
+from bubbletea.handoff.fetch import EngineIdentity
 from bubbletea.handoff.remote_parts import RemotePart, Ticket
 from bubbletea.kv_blocks import KvBlock
 from bubbletea.kv_server import KvServer, KvServerThread
@@ -52,7 +52,7 @@ from bubbletea.vllm.fetching import WantedTokens, fetch
 from bubbletea.vllm.loader import KvLoad
 
 LAYERS, WORKERS, HEADS, WIDTH, CHUNK = 32, 4, 8, 128, 512
-CALLER = Caller("bench")
+CALLER = EngineIdentity("bench")
 BLOCK_TOKENS = 16
 
 

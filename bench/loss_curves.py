@@ -31,8 +31,8 @@ from atlas.launch.emulate import EmulationSettings, emulate
 from atlas.runtime.assignment import SHIPPED, DataChoice, ModelChoice, TrainingSetup
 from atlas.runtime.models.config import DecoderConfig
 from atlas.runtime.recipe import LearningRate, OptimizerSettings
+from atlas.runtime.topology import BatchShare
 from atlas.runtime.training import make_task
-from atlas.runtime.wiring import BatchShare
 from atlas.schedules import SCHEDULES, Setting
 
 Curve = NDArray[np.float64]

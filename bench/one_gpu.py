@@ -26,7 +26,7 @@ from atlas.launch.prepared_job import prepare_job
 from atlas.launch.rehearse import rehearse
 from atlas.launch.train_options import OWN, TrainOptions
 from atlas.runtime.assignment import SHIPPED, DataChoice, ModelChoice, TrainingSetup
-from atlas.runtime.device import Copied
+from atlas.runtime.device import CopyTimes
 from atlas.runtime.models.config import DecoderConfig
 from atlas.runtime.recipe import LearningRate, OptimizerSettings
 from atlas.runtime.reference import train_alone
@@ -64,10 +64,10 @@ def overlapped(timeline: Timeline) -> float:
     return busy / total
 
 
-def copies(timeline: Timeline) -> Copied:
+def copies(timeline: Timeline) -> CopyTimes:
     """Copies of all stages."""
-    each = [Copied(*found) for found in timeline.meta["copied"].values()]
-    return Copied(*(sum(column) for column in zip(*each, strict=True)))
+    each = [CopyTimes(*found) for found in timeline.meta["copied"].values()]
+    return CopyTimes(*(sum(column) for column in zip(*each, strict=True)))
 
 
 def difference(losses: Sequence[float], alone: Sequence[float]) -> float:

@@ -41,7 +41,7 @@ def compare(setting: Setting) -> Compared | None:
     assert setting.turns is not None
     setting = replace(setting, apart=setting.turns)  # the exact model has only turns
     ours = setting.simulated_ns(atlas(setting))
-    order = search(setting, Family(splits=(True,), sharings=(True,)))
+    order = search(setting, Family(splits=(True,), sharings=(True,)))[-1]
     bound = lower_bound(
         setting.turns, setting.layout.num_microbatches, setting.memory, recompute=setting.recompute
     )  # fmt: skip

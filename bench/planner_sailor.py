@@ -83,7 +83,7 @@ def measure(data: Path, trace: Path, model: str, folder: Path, *flags: str) -> d
     out = folder / "plan.json"
     words = ["--from-sailor", str(data), "--trace", str(trace), "--model", model, "--gpu", "A100-40", *flags]
     with tempfile.TemporaryDirectory() as cache:
-        command = [sys.executable, "-X", f"pycache_prefix={cache}", "-m", "atlas.sailor", *words]
+        command = [sys.executable, "-X", f"pycache_prefix={cache}", "-m", "atlas.commands.plan_sailor", *words]
         shown = [*command, "--cost", "sailor", "--json", "--out-sailor", str(out)]
         process = subprocess.Popen(shown, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         assert process.stdout is not None

@@ -34,8 +34,8 @@ from atlas.schedules.classic import one_f_one_b
 from atlas.sim import simulate
 from bubbletea.costs import LayerTime
 from bubbletea.prefill.shard import Served
-from bubbletea.serve.assemble import Parts, ServiceSettings, assemble
-from bubbletea.serve.auth import Keys
+from bubbletea.serve.assemble import AssembledService, ServiceSettings, assemble
+from bubbletea.serve.auth import ApiKeys
 from bubbletea.serve.prefills import HandedBack, Prompt, Refused
 from bubbletea.serve.worker_windows import of_training
 
@@ -65,7 +65,7 @@ class Tally:
         self.filled_ns = np.zeros(num_steps, np.int64)
         self.num_prompts = self.num_tokens = 0
 
-    def listen(self, parts: Parts) -> None:
+    def listen(self, parts: AssembledService) -> None:
         usual: Callable[..., None] = parts.dispatcher.reported
 
         def reported(member: object, ran: list[list[int]], waits: list[list[int]]) -> None:
@@ -96,7 +96,7 @@ def train(setup: EmulationSettings, seconds: list[float]) -> Emulation:
 async def filled_run(tally: Tally, num_steps: int, seconds: list[float]) -> Emulation:
     windows = of_training(simulate(repeated(PROGRAM, 4), COSTS), 64 << 20, PIECE, 10 * MS)
     settings = ServiceSettings("tiny", Served(MODEL), split=1, chunk=128, arena_bytes=64 << 20, budget=0.01)
-    parts = assemble(settings, windows, Keys.open_to_all())
+    parts = assemble(settings, windows, ApiKeys.open_to_all())
     tally.listen(parts)
     with tempfile.TemporaryDirectory() as folder:
         address = await parts.start(Path(folder))
@@ -115,7 +115,7 @@ async def filled_run(tally: Tally, num_steps: int, seconds: list[float]) -> Emul
             await parts.close()
 
 
-async def client(parts: Parts, tally: Tally, number: int, over: threading.Event) -> None:
+async def client(parts: AssembledService, tally: Tally, number: int, over: threading.Event) -> None:
     rng = random.Random(number)
     while not over.is_set():
         tokens = [rng.randrange(256) for _ in range(rng.randrange(128, 1024))]

@@ -44,7 +44,7 @@ from atlas.runtime.pipeline_group import PipelineGroup
 from atlas.runtime.recipe import LearningRate, OptimizerSettings
 from atlas.runtime.stage_set import StageSet
 from atlas.runtime.sync import GradientSync
-from atlas.runtime.wiring import WorkerRole
+from atlas.runtime.topology import WorkerRole
 from atlas.schedules import SCHEDULES
 from atlas.schedules.classic import one_f_one_b
 
@@ -108,7 +108,7 @@ class OneStage:
     def open_exchanges(self, store: GroupStore) -> Mapping[int, Exchange]:
         return torch_exchanges(self.assignment, self.role, store)
 
-    def sum_by(self, exchanges: Mapping[int, Exchange], meeting: object) -> None:
+    def sum_by(self, exchanges: Mapping[int, Exchange], group_sum: object) -> None:
         self.exchanges = exchanges
 
 

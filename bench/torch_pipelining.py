@@ -38,8 +38,8 @@ from atlas.runtime.models.config import gpt
 from atlas.runtime.models.decoder import loss_of
 from atlas.runtime.models.task import DecoderTask
 from atlas.runtime.recipe import LearningRate, OptimizerSettings
+from atlas.runtime.topology import BatchShare
 from atlas.runtime.training import make_task
-from atlas.runtime.wiring import BatchShare
 from atlas.schedules.classic import one_f_one_b
 
 NUM_STAGES, NUM_MICROBATCHES, NUM_COLD = 2, 8, 4

@@ -30,7 +30,7 @@ def main() -> int:
     logging.disable(logging.WARNING)  # copies fail on purpose
     groups = 50 if args.quick else 1250
     report = Report("Random rollouts", "the same rollouts without a cache")
-    wrong = hits = calls = evictions = 0
+    wrong = hits = calls = 0
     began_s = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder, Served(Path(folder) / "a.log") as served:
         for seed in range(groups):
@@ -44,12 +44,10 @@ def main() -> int:
             counted = cache.counters
             hits += counted.hits
             calls += counted.hits + counted.misses + counted.private
-            evictions += cache.snapshots.evictions
             cache.close()
     report.figure("rollouts", 8 * groups, "")
     report.figure("groups of eight with a wrong output or state", wrong, "", at_most=0)
     report.figure("hits", hits / calls, "of calls", at_least=0.3)
-    report.figure("snapshots evicted", evictions, "")
     report.figure("wall time", time.perf_counter() - began_s, "s")
     return report.finish()
 

@@ -29,7 +29,7 @@ from tvcache.keys import ToolCall
 from tvcache.replay import KEYINGS, Durations, replay
 from tvcache.stores import Ask, CallStore, Lease, MemoryStore
 from tvcache.tools import Effect
-from tvcache.trajectories import Recorded, Trajectory, read
+from tvcache.trajectories import RecordedRollouts, Trajectory, read
 from tvcache.values import Value, decode
 
 DATA = Path(__file__).parents[2] / "shared" / "data" / "taubench" / "gpt-4o-airline.json.gz"
@@ -103,7 +103,7 @@ class Waited:
         self.inner.close()
 
 
-def live(recorded: Recorded, store: CallStore | None) -> dict[str, float]:
+def live(recorded: RecordedRollouts, store: CallStore | None) -> dict[str, float]:
     """Eight concurrent rollouts, in file order; None: no cache."""
     outputs: dict[Any, dict[Any, tuple[bytes, float]]] = {}
     for one in recorded.trajectories:

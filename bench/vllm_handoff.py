@@ -27,9 +27,11 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "bubbletea" / "vllm"))
 import fault_cases
 from common.report import not_measured
+from greedy_decoding import make_slabs, prefill
 from lab.lines import Lines
 from vllm_lab import (
     BLOCK,
@@ -44,8 +46,6 @@ from vllm_lab import (
     vllm_server,
     within,
 )
-
-from atlas.runtime.models import generate
 
 LENGTHS = [129, 130, 200, 255, 256, 257, 300, 383, 384, 385, 400, 511, 512, 513, 600, 700, 777, 896, 950, 1000]
 NUM_TOKENS, NUM_FAULTS = 24, 200
@@ -144,8 +144,8 @@ def _distances(lines: Lines, server: VllmServer, prefiller: Prefiller, dtype: st
         params = prefiller.prefill(prompt, f"spoilt {len(prompt)}")
         prefiller.spoil(f"spoilt {len(prompt)}")
         spoilt = _log_probs(server, prompt, "distance spoilt", params)
-        slabs = generate.make_slabs(prefiller.decoder, 1, len(prompt))
-        logits = generate.prefill(prefiller.decoder, torch.tensor([prompt]), slabs)[0]
+        slabs = make_slabs(prefiller.decoder, 1, len(prompt))
+        logits = prefill(prefiller.decoder, torch.tensor([prompt]), slabs)[0]
         for name, found in (("handed over", handed), ("our own prefill", logits.float().log_softmax(-1))):
             far[name].append(float((found - plain).abs().mean()))
         far["spoilt keys"].append(float((spoilt - plain).abs().mean()))

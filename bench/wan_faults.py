@@ -99,7 +99,6 @@ def broken_connections(lines: Lines, gigabytes: float, faults: int) -> None:
                 kind = "stalled" if draw.random() < STALL_SHARE else "cut"
                 done[kind] += (net.stall if kind == "stalled" else net.cut)(number=-1)
         seconds = time.monotonic() - begin
-        duplicates = b._inbox(A, 0).num_duplicates
         replaced, resent, hedged = sender_pipe.recv()
         sender_pipe.send("bye")
         sender.join(20)
@@ -108,7 +107,7 @@ def broken_connections(lines: Lines, gigabytes: float, faults: int) -> None:
     time.sleep(0.5)
     sender.close()
     leaked = threading.active_count() - threads, _num_descriptors() - descriptors
-    more = {**done, "replaced": replaced, "resent": resent, "hedged": hedged, "duplicates": duplicates}
+    more = {**done, "replaced": replaced, "resent": resent, "hedged": hedged}
     lines.at_least("connections cut or stalled", sum(done.values()), "", faults, **more)
     lines.at_most("messages that were not what was sent", wrong, f"of {count}", 0, seconds=round(seconds))
     lines.at_most("threads and descriptors leaked", max(0, *leaked), "", 0)

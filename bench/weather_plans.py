@@ -27,9 +27,9 @@ from atlas.api import plan
 from atlas.cost.cluster_arrays import cluster_arrays
 from atlas.cost.table import Trace
 from atlas.evaluate import evaluate
-from atlas.planner.confidence import DRAWS, whole_times_s
-from atlas.planner.run import Planned
-from atlas.planner.whole import simulate_whole
+from atlas.planner.confidence import DRAWS, plan_times_s
+from atlas.planner.plan_simulation import simulate_plan
+from atlas.planner.run import SearchResult
 from atlas.sim.lower import trace_tables
 from atlas.sim.simulate import run
 from atlas.sim.weather import WeatherRuns
@@ -152,10 +152,10 @@ def compared(number: int) -> tuple[float, float]:
     return p95[0][0] / p95[0][1], p95[1][0] / p95[1][1]
 
 
-def p95_s(job: Job, planned: Planned, seed: int) -> float:
+def p95_s(job: Job, planned: SearchResult, seed: int) -> float:
     candidate = planned.winner.candidate
-    whole = simulate_whole(job, cluster_arrays(job), candidate, planned.schedule, sharing=candidate.sharing)
-    return float(np.percentile(whole_times_s(whole, DRAWS, seed), 95))
+    whole = simulate_plan(job, cluster_arrays(job), candidate, planned.schedule, sharing=candidate.sharing)
+    return float(np.percentile(plan_times_s(whole, DRAWS, seed), 95))
 
 
 def main() -> int:

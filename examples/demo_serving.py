@@ -31,10 +31,10 @@ from atlas.runtime.assignment import FillerChoice
 from atlas.sim import simulate
 from bubbletea.costs import LayerTime
 from bubbletea.prefill.shard import TINY, Served
-from bubbletea.serve.assemble import Parts, ServiceSettings, assemble
-from bubbletea.serve.auth import Keys
+from bubbletea.serve.assemble import AssembledService, ServiceSettings, assemble
+from bubbletea.serve.auth import ApiKeys
 from bubbletea.serve.http import HttpServer
-from bubbletea.serve.run import Where, run
+from bubbletea.serve.run import ListenSettings, run
 from bubbletea.serve.worker_windows import of_training
 
 PROMPTS = ("The sea was calm, and", "We the People of", "Four score and seven years ago")
@@ -124,7 +124,7 @@ def train_and_serve(
         simulate(repeated(program, 4), costs), ARENA_BYTES, LayerTime(PIECE_NS, 0.0, 0.0, 0.0), PIECE_NS
     )
     settings = ServiceSettings("tiny", Served.of_folder(TINY), split=2, chunk=128, arena_bytes=ARENA_BYTES)
-    parts = assemble(settings, ground, Keys.open_to_all())
+    parts = assemble(settings, ground, ApiKeys.open_to_all())
     runs: list[_Training] = []
     requests = _OpenRequests()
 
@@ -143,7 +143,7 @@ def train_and_serve(
             in_background(_fill, server, training, requests, number)
         in_background(_end, server, training, requests)
 
-    asyncio.run(run(parts, Where(port=0, drain_s=5), workers, on_start))
+    asyncio.run(run(parts, ListenSettings(port=0, drain_s=5), workers, on_start))
     client.flush(console)
     if runs[0].thread.is_alive():
         raise KeyboardInterrupt  # the service was stopped before training ended
@@ -164,7 +164,12 @@ def _end(server: HttpServer, training: _Training, requests: _OpenRequests) -> No
 
 
 def _send_prompts(
-    server: HttpServer, parts: Parts, training: _Training, requests: _OpenRequests, client: Client, console: Console
+    server: HttpServer,
+    parts: AssembledService,
+    training: _Training,
+    requests: _OpenRequests,
+    client: Client,
+    console: Console,
 ) -> None:
     """Send one prompt after another, like a user."""
     while training.thread.is_alive() and not parts.dispatcher.planner.num_lanes:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from greedy_decoding import greedy
+from loopback_transport import Loopback
 from torch import Tensor
 
 from atlas.runtime.device import Device
@@ -15,10 +17,9 @@ from atlas.runtime.models.block import KvSlab
 from atlas.runtime.models.config import DecoderConfig, gpt
 from atlas.runtime.models.decoder import Decoder, LayerRange, build
 from atlas.runtime.models.generate import run_cut
-from atlas.wan.transport.base import Loopback
 from bubbletea.prefill.arena import Arena
 from bubbletea.prefill.engine import PrefillEngine
-from bubbletea.prefill.job import PrefillPiece, PrefillTask, even_ends
+from bubbletea.prefill.job import PrefillPiece, PrefillTask
 from bubbletea.prefill.shard import ModelShard, Served
 from bubbletea.prefill.staging import Staged
 
@@ -79,9 +80,18 @@ def make_stages(
     ]
 
 
+def even_ends(length: int, chunk: int) -> tuple[int, ...]:
+    """Chunks of `chunk` tokens; the last one may be shorter."""
+    return (*range(chunk, length, chunk), length)
+
+
+def num_tasks(engine: PrefillEngine) -> int:
+    return len(engine._offers)
+
+
 def offer_everywhere(stages: Sequence[PrefillEngine], tokens: Sequence[int], chunk: int, job: int = 1) -> None:
     peers = tuple((f"dc/{s}", "127.0.0.1", 0) for s in range(len(stages)))
-    ends = even_ends(0, len(tokens), chunk)
+    ends = even_ends(len(tokens), chunk)
     for s, stage in enumerate(stages):
         stage.offer(PrefillTask(job, 0, len(tokens), 0, ends, s, 0, peers), tokens if s == 0 else ())
 
@@ -104,7 +114,7 @@ def run_all(
     """Step the stages until no stage has a task. `may_run` is called before every step, `fits` for every piece or part
     of one."""
     for _ in range(100_000):
-        if not any(stage.num_tasks for stage in stages):
+        if not any(map(num_tasks, stages)):
             return
         for number, stage in enumerate(stages):
             if may_run(number):
@@ -113,8 +123,6 @@ def run_all(
 
 
 def greedy_alone(decoder: Decoder, tokens: Sequence[int], num_tokens: int) -> list[int]:
-    from atlas.runtime.models.generate import greedy
-
     with torch.inference_mode():
         return greedy(decoder, torch.tensor([tokens]), num_tokens)[0, len(tokens) :].tolist()
 

@@ -16,11 +16,11 @@ from prefill_samples import LLAMA
 
 from bubbletea.prefill.dedicated_worker import DedicatedWorker
 from bubbletea.prefill.shard import Served
-from bubbletea.serve.assemble import Parts, ServiceSettings, assemble
-from bubbletea.serve.auth import Keys
+from bubbletea.serve.assemble import AssembledService, ServiceSettings, assemble
+from bubbletea.serve.auth import ApiKeys
 from bubbletea.serve.dedicated_workers import DedicatedWorkers
 from bubbletea.serve.http import HttpServer
-from bubbletea.serve.run import Where, run
+from bubbletea.serve.run import ListenSettings, run
 from bubbletea.serve.worker_windows import alone
 
 MIB = 1 << 20
@@ -36,7 +36,7 @@ TINY = ServiceSettings(
 @dataclass
 class Serving:
     url: str
-    parts: Parts
+    parts: AssembledService
     server: HttpServer
     hosts: DedicatedWorkers
 
@@ -73,13 +73,13 @@ def serving(
     settings: ServiceSettings = TINY,
     num_workers: int = 2,
     *,
-    keys: Keys | None = None,
+    keys: ApiKeys | None = None,
     busy: float = 0.3,
     drain_s: float = 20.0,
     token: str = "",
 ) -> Iterator[Serving]:
     windows = alone(num_workers, settings.arena_bytes, PERIOD_S, busy)
-    parts = assemble(settings, windows, keys or Keys.open_to_all(), token)
+    parts = assemble(settings, windows, keys or ApiKeys.open_to_all(), token)
     started, found = threading.Event(), list[Serving]()
     made = list[DedicatedWorkers]()
 
@@ -96,7 +96,7 @@ def serving(
         started.set()
 
     thread = threading.Thread(
-        target=lambda: asyncio.run(run(parts, Where(port=0, drain_s=drain_s), workers, on_start)), daemon=True
+        target=lambda: asyncio.run(run(parts, ListenSettings(port=0, drain_s=drain_s), workers, on_start)), daemon=True
     )
     thread.start()
     assert started.wait(60)

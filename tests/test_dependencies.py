@@ -1,11 +1,14 @@
-"""Every package that the source, the tests and the benches import is declared in pyproject.toml."""
+"""Every package that the source, the tests and the benches import is declared in pyproject.toml, and pinned for
+`make`; what a module of src imports at its top belongs to the core, or to an extra that the module is part of."""
 
 from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
@@ -44,16 +47,21 @@ def third_party(folder: str) -> dict[str, str]:
     found: dict[str, str] = {}
     local = set() if folder == "src" else _local("tests") | _local("bench")
     for path in sorted((ROOT / folder).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            names: list[str] = []
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and node.level == 0:
-                names = [node.module or ""]
-            for top in {name.split(".")[0] for name in names}:
-                if top and top not in sys.stdlib_module_names and top not in OURS | ELSEWHERE | local:
-                    found.setdefault(top, str(path.relative_to(ROOT)))
+        for top in _packages(ast.walk(ast.parse(path.read_text()))):
+            if top not in local:
+                found.setdefault(top, str(path.relative_to(ROOT)))
     return found
+
+
+def _packages(nodes: Iterator[ast.AST]) -> set[str]:
+    """Top-level packages that these nodes import, apart from the standard library, ours and those of `ELSEWHERE`."""
+    names: list[str] = []
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names.append(node.module or "")
+    return {name.split(".")[0] for name in names} - {"", *sys.stdlib_module_names, *OURS, *ELSEWHERE}
 
 
 def _distributions(top: str) -> set[str]:
@@ -75,10 +83,64 @@ def test_every_import_is_declared(folder: str, extras: tuple[str, ...]) -> None:
     assert not missing
 
 
-def test_the_extra_allows_a_range_of_torch_and_make_pins_one() -> None:
+EXTRAS_OF = {
+    "atlas/runtime": ("runtime",),
+    **{f"bubbletea/{part}": ("runtime",) for part in ("kv_blocks", "prefill", "handoff", "vllm")},
+    "bubbletea/serve": ("runtime", "serve"),
+    "tvcache": ("tvcache",),
+}
+"""By package or module of src: the extras without which it cannot be imported. All others need the core alone."""
+
+
+def _at_import(node: ast.AST) -> Iterator[ast.AST]:
+    """What runs when a module is imported: no function, and not what only a type checker sees."""
+    for inner in ast.iter_child_nodes(node):
+        checked = isinstance(inner, ast.If) and isinstance(inner.test, ast.Name) and inner.test.id == "TYPE_CHECKING"
+        if not checked and not isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield inner
+            yield from _at_import(inner)
+
+
+def test_modules_import_packages_of_other_extras_only_inside_functions() -> None:
+    wrong = []
+    for path in sorted((ROOT / "src").rglob("*.py")):
+        module = path.relative_to(ROOT / "src").with_suffix("")
+        homes = [str(module), *map(str, module.parents)]
+        asked = declared(*(extra for home in homes for extra in EXTRAS_OF.get(home, ())))
+        tops = _packages(_at_import(ast.parse(path.read_text())))
+        wrong += [(str(module), top) for top in sorted(tops) if not _distributions(top) & asked]
+    assert wrong == []
+
+
+ABSENT = (
+    "import sys, importlib; sys.modules.update(dict.fromkeys({tops})); list(map(importlib.import_module, {modules}))"
+)
+COMMANDS = ("simulate", "compare", "schedules", "plan", "whatif", "view", "regions", "init")
+
+
+def test_simulating_and_planning_need_no_extra() -> None:
+    extras = {top: path for top, path in third_party("src").items() if not _distributions(top) & declared()}
+    modules = ["atlas", "atlas.api", "atlas.cli", *(f"atlas.commands.{name}" for name in COMMANDS)]
+    assert "torch" in extras
+    script = ABSENT.format(tops=sorted(extras), modules=modules)
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def _pins() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    return dict(line.split("==") for line in lines if not line.startswith("#"))
+
+
+def test_make_pins_every_declared_package() -> None:
+    assert set(_pins()) == declared(*PROJECT["optional-dependencies"]) - {PROJECT["name"]}
+
+
+def test_the_extra_allows_a_range_of_torch_and_the_workflow_tests_its_lowest() -> None:
     (torch,) = (r for r in PROJECT["optional-dependencies"]["runtime"] if _name(r) == "torch")
+    (lowest,) = re.findall(r">=([\d.]+)", torch)
     assert "==" not in torch
-    assert re.search(r"^torch==", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    workflow = (ROOT / ".github/workflows/test.yml").read_text()
+    assert re.findall(r"torch: ([\d.]+)", workflow) == [f"{lowest}.0"]
 
 
 def test_make_installs_with_the_constraints() -> None:

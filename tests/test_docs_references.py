@@ -1,10 +1,11 @@
-"""Links and file names in README, CONTRIBUTING, SECURITY, CHANGELOG and docs/ refer to files that exist, tables have
-a header, and every flag of every command is described."""
+"""Links, file names and commits in README, CONTRIBUTING, SECURITY, CHANGELOG and docs/ refer to something that exists,
+tables have a header, and every flag of every command is described."""
 
 from __future__ import annotations
 
 import argparse
 import re
+import subprocess
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -51,6 +52,39 @@ def test_every_table_begins_with_a_header(page: Path) -> None:
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
     assert [table for table in tables if not re.match(r"\|.*\n\|[-|]+\n", table)] == []
+
+
+def git(*words: str) -> str:
+    found = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True)
+    return found.stdout.strip() if found.returncode == 0 else ""
+
+
+def recipes() -> list[tuple[str, str, list[str]]]:
+    """Of CONTRIBUTING's sections on how to add something: title, subject of the example commit, files named."""
+    text = (ROOT / "CONTRIBUTING.md").read_text().partition("## How to add")[2]
+    sections = [section.partition("\n") for section in text.split("\n### ")[1:]]
+    return [
+        (title, " ".join(subject.split()), re.findall(r"`((?:src|docs|tests)/[\w./-]*)`", body))
+        for title, _, body in sections
+        for subject in re.findall(r'Example\s+commit:\s+"([^"]+)"', body)
+    ]
+
+
+def test_every_recipe_of_contributing_has_an_example() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text().partition("## How to add")[2]
+    assert len(recipes()) == text.count("\n### ")
+
+
+@pytest.mark.parametrize(("title", "subject", "named"), recipes(), ids=[title for title, _, _ in recipes()])
+def test_example_commits_exist_and_touch_the_source_of_their_recipe(title: str, subject: str, named: list[str]) -> None:
+    if not (ROOT / ".git").exists() or git("rev-parse", "--is-shallow-repository") != "false":
+        pytest.skip("no git history")
+    commits = git("log", "--format=%H", "--fixed-strings", "--grep", subject).split()
+    assert len(commits) == 1, f"{title}: {len(commits)} commits contain {subject!r}"
+    touched = git("show", "--format=", "--name-only", commits[0]).splitlines()
+    source = [name.removesuffix(PLACEHOLDER) for name in named if name.startswith("src/")]
+    assert source
+    assert [name for name in source if not any(file.startswith(name) for file in touched)] == []
 
 
 def flags_of(command: str, parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:

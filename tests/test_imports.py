@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import resource
 import subprocess
 import sys
@@ -13,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-SRC = Path(__file__).parents[1] / "src"
+ROOT = Path(__file__).parents[1]
+SRC = ROOT / "src"
 MAX_MODULE_LINES, MAX_FUNCTION_LINES = 400, 60
 MAY_IMPORT = {
     "addresses": set(),
@@ -51,6 +53,7 @@ for command lines, BubbleTea's too."""
 EVERYBODYS = ("addresses", "arguments", "callers", "errors", "jit", "lifetime", "priority")
 FREE = {"cli", "commands", "__main__"}
 BUBBLETEA_MAY_IMPORT = {
+    "constants": set(),
     "costs": {"atlas.spec", "atlas.cost"},
     "frames": set(),
     "flags": {"atlas.console"},
@@ -104,7 +107,8 @@ def _executed(tree: ast.AST) -> Iterator[ast.AST]:
         yield from _executed(node)
 
 
-def room(path: Path) -> str:
+def package_of(path: Path) -> str:
+    """A top-level package of Atlas, or a module beside them."""
     return path.relative_to(SRC / "atlas").parts[0].removesuffix(".py")
 
 
@@ -113,8 +117,8 @@ def modules() -> list[Path]:
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SRC)))
-def test_a_room_imports_only_what_lies_to_its_left(path: Path) -> None:
-    own = room(path)
+def test_a_package_imports_only_what_lies_to_its_left(path: Path) -> None:
+    own = package_of(path)
     for name in imports(path):
         parts = name.split(".")
         assert parts[0] != "bubbletea", f"{path} imports bubbletea: it is the other way round"
@@ -122,12 +126,25 @@ def test_a_room_imports_only_what_lies_to_its_left(path: Path) -> None:
             assert own == "runtime", f"{path} imports torch: only runtime does"
         if parts[0] != "atlas" or own in FREE or own == "__init__" or len(parts) == 1:
             continue
-        rooms = {"__version__", *EVERYBODYS, own} | MAY_IMPORT[own]
-        assert parts[1] in rooms, f"{own} may import {sorted(rooms)}, but {path.name} imports {name}"
+        allowed = {"__version__", *EVERYBODYS, own} | MAY_IMPORT[own]
+        assert parts[1] in allowed, f"{own} may import {sorted(allowed)}, but {path.name} imports {name}"
 
 
-def test_every_room_has_a_rule() -> None:
-    assert {room(path) for path in modules()} - FREE - {"__init__"} <= set(MAY_IMPORT)
+def test_every_package_has_a_rule() -> None:
+    assert {package_of(path) for path in modules()} - FREE - {"__init__"} == set(MAY_IMPORT)
+
+
+MAPPED = MAY_IMPORT.keys() | FREE - {"__main__"} | {"bubbletea", "tvcache"}
+
+
+def test_the_table_and_the_drawing_of_the_architecture_name_every_package() -> None:
+    page = (ROOT / "docs/architecture.md").read_text()
+    table = page[page.index("| package | contains |") : page.index("\n## Inside")]
+    cells = " ".join(line.split("|")[1] for line in table.splitlines() if line.startswith("| `"))
+    assert MAPPED - set(re.findall(r"`(\w+)`", cells)) == set()
+    drawing = (ROOT / "docs/img/architecture.svg").read_text()
+    boxes = ", ".join(re.findall(r'<text class="n"[^>]*>([^<]+)</text>', drawing))
+    assert set(boxes.split(", ")) == MAPPED
 
 
 BUBBLETEA = sorted((SRC / "bubbletea").rglob("*.py"))
@@ -145,7 +162,7 @@ def test_a_part_of_bubbletea_imports_only_what_lies_below_it(path: Path) -> None
             continue
         part = f"atlas.{parts[1]}" if parts[0] == "atlas" else parts[1]
         everybody = {f"atlas.{name}" for name in ("__version__", *EVERYBODYS)}
-        allowed = {own} | everybody | BUBBLETEA_MAY_IMPORT[own]
+        allowed = {own, "constants"} | everybody | BUBBLETEA_MAY_IMPORT[own]
         assert part in allowed, f"bubbletea.{own} may import {sorted(allowed)}, but {path.name} imports {name}"
 
 
@@ -272,12 +289,43 @@ def test_atlas_does_not_need_tvcache(path: Path) -> None:
 
 
 def test_no_two_classes_have_one_name() -> None:
+    """`X` and `_X` are one name."""
     homes: dict[str, list[str]] = {}
     for name, path in modules_of_src().items():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef):
-                homes.setdefault(node.name, []).append(name)
-    assert {name: modules for name, modules in homes.items() if len(modules) > 1} == {}
+                homes.setdefault(node.name.lstrip("_"), []).append(f"{name}.{node.name}")
+    assert [classes for classes in homes.values() if len(classes) > 1] == []
+
+
+def imports_without_reason(path: Path) -> Iterator[str]:
+    """Imports inside functions that neither handle a missing package nor have a comment, on them or above, nor a
+    docstring of the module or function that speaks of imports."""
+    text = path.read_text()
+    tree, lines = ast.parse(text), ["", *text.splitlines()]
+    if "import" in (ast.get_docstring(tree) or "").lower():
+        return
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            if "import" in (ast.get_docstring(function) or "").lower():
+                continue
+            tried = {
+                inner
+                for node in ast.walk(function)
+                if isinstance(node, ast.Try) and any("ImportError" in ast.dump(caught) for caught in node.handlers)
+                for inner in node.body
+            }
+            for node in ast.walk(function):
+                if isinstance(node, ast.Import | ast.ImportFrom) and node not in tried:
+                    first = node.lineno
+                    while lines[first - 1].lstrip().startswith(("import ", "from ")):
+                        first -= 1
+                    if not any("#" in line for line in lines[first - 1 : (node.end_lineno or first) + 1]):
+                        yield f"{path.relative_to(SRC)}:{node.lineno}"
+
+
+def test_imports_inside_functions_have_a_reason() -> None:
+    assert [place for path in modules_of_src().values() for place in imports_without_reason(path)] == []
 
 
 def test_functions_and_modules_are_short() -> None:

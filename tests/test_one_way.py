@@ -19,6 +19,8 @@ MAX_FILES = 20
 ONCE = {
     "spec/document.py": ["parse_yaml"],
     "cost/arrange.py": ["arrange"],
+    "cost/memory.py": ["worker_memory", "batch_memory"],
+    "cost/price.py": ["price"],
     "evaluate.py": ["prepare", "evaluate"],
     "ir/assemble.py": ["check"],
     "sim/lower.py": ["lower"],

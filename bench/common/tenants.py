@@ -28,9 +28,9 @@ from atlas.runtime.stage import Stage
 from atlas.runtime.waits import SharedDevice
 from bubbletea.prefill.arena import Arena
 from bubbletea.prefill.engine import PrefillEngine
-from bubbletea.prefill.filling import Filling
+from bubbletea.prefill.filling import WaitFilling
 from bubbletea.prefill.guard import Guard
-from bubbletea.prefill.job import PrefillPiece, PrefillTask, even_ends
+from bubbletea.prefill.job import PrefillPiece, PrefillTask
 from bubbletea.prefill.piece_times import PieceTimes
 from bubbletea.prefill.shard import ModelShard, Served
 from bubbletea.prefill.staging import Staged
@@ -198,10 +198,10 @@ class Prefill:
         self._shared = SharedDevice(device, self.spans.append)
         threading.Thread(target=self._offer, daemon=True).start()
 
-    def filling(self, rhythm: Rhythm, throttle: Throttle | None) -> Filling:
+    def filling(self, rhythm: Rhythm, throttle: Throttle | None) -> WaitFilling:
         """A new guard, as cautious as in the service."""
         risk = min(MAX_RISK, BUDGET * rhythm.period_ns / (rhythm.num_waits * PIECE_NS))
-        return Filling(self.engine, Guard(risk), self._shared, SWITCH_NS, throttle=throttle)
+        return WaitFilling(self.engine, Guard(risk), self._shared, SWITCH_NS, throttle=throttle)
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -210,9 +210,10 @@ class Prefill:
     def _offer(self) -> None:
         """Offer prompts from another thread, like the service."""
         length, chunk = self.scene.prompt, self.scene.chunk
+        ends = (*range(chunk, length, chunk), length)
         prompts = np.random.default_rng(0).integers(0, self.scene.served.config.vocabulary, (16, length)).tolist()
         for number in count():
-            while self.engine.num_tasks >= QUEUED:
+            while number - self.mouth.prompts >= QUEUED:
                 time.sleep(0.01)
-            task = PrefillTask(number, 0, length, 0, even_ends(0, length, chunk), 0, number)
+            task = PrefillTask(number, 0, length, 0, ends, 0, number)
             self.engine.offer(task, prompts[number % len(prompts)])

@@ -24,7 +24,7 @@ from atlas.ir.program import BACKWARD, FORWARD, QUANTUM_NS, Program
 from atlas.launch.paths import NodePaths
 from atlas.runtime.assignment import TrainingSetup, stand_in
 from atlas.runtime.links import slice_bytes_of, sliced_bytes
-from atlas.runtime.wiring import WorkerRole
+from atlas.runtime.topology import WorkerRole
 from atlas.schedules import Setting
 from atlas.wan.cell_relay.relay import Cell
 from atlas.wan.emulator.paths import PathSpec

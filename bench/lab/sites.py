@@ -14,7 +14,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from atlas.wan.emulator.namespace_net import NamespaceNet, Node
+from atlas.wan.emulator.namespace_net import NamespaceNet, NamespaceNode
 from atlas.wan.emulator.paths import PathSpec
 
 PUBLIC, DNAT, MASQUERADE, FILTERED = "public", "1:1 NAT with a port range", "masquerade", "filtered"
@@ -37,7 +37,7 @@ class Site:
 
     name: str
     kind: str
-    gateway: Node
+    gateway: NamespaceNode
     netns: str = ""
     """Of the host behind the gateway; empty: processes run on the gateway."""
 
@@ -133,7 +133,7 @@ def _filter(last: str, *, hook: str = "forward", before: str = "") -> list[str]:
     return lines + [f"add rule ip filter guard {rule}" for rule in rules]
 
 
-def _nft(node: Node, lines: list[str]) -> None:
+def _nft(node: NamespaceNode, lines: list[str]) -> None:
     text = "\n".join(lines)
     node.run(lambda: subprocess.run(["nft", "-f", "-"], input=text, text=True, check=True))
 

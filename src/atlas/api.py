@@ -23,17 +23,17 @@ from atlas.ir.timeline import Timeline
 from atlas.planner import report
 from atlas.planner.breakeven import BreakEven, break_even
 from atlas.planner.change import Sweep, parse_sweep
-from atlas.planner.confidence import confident, require_weather
+from atlas.planner.confidence import choose_by_percentile, require_weather
 from atlas.planner.fabrics import FabricChoice, best_fabrics
 from atlas.planner.families import Families, find_families
 from atlas.planner.files import candidate_of, plan_of
-from atlas.planner.judge import Judged, as_dict
+from atlas.planner.judge import SimulatedCandidate, as_dict
 from atlas.planner.objective import objective_of
-from atlas.planner.run import Planned, make_plan
+from atlas.planner.plan_simulation import PlanSimulation, slowest_group
+from atlas.planner.run import SearchResult, make_plan
 from atlas.planner.space import batch_of
 from atlas.planner.verdict import family_rows, headline, origins, page_scene
-from atlas.planner.whatif import Asked, Marginal, MonteCarlo, Point, marginals, spread, sweep
-from atlas.planner.whole import Whole, slowest_group
+from atlas.planner.whatif import Marginal, MonteCarlo, Point, WhatIfSimulator, marginals, spread, sweep
 from atlas.spec import Job
 from atlas.spec.plan import Plan, load_job_or_plan, plan_text
 from atlas.view.chart import curves_svg
@@ -69,9 +69,9 @@ class Simulation:
     """One for each schedule, in the order asked for."""
     skipped: dict[str, str]
     """The reason for each schedule that was not asked for by name and cannot run this job."""
-    wholes: tuple[Whole, ...] = ()
-    """For a plan with several groups of pipelines: all groups, one `Whole` for each of `results`, which has the slowest
-    group alone."""
+    wholes: tuple[PlanSimulation, ...] = ()
+    """For a plan with several groups of pipelines: the simulation of all groups, for each of `results`, which has the
+    slowest group alone."""
 
     def table(self) -> list[dict[str, Any]]:
         """One dict for each schedule: iteration time, speedup, lower bound, utilization, memory and more. With several
@@ -152,7 +152,7 @@ def simulate(
     else:
         choices, sharing = choices_of(names, tcp), True
     search: dict[str, Any] = {"sharing": sharing, "budget": tries, "seed": seed, "progress": progress}
-    wholes: list[Whole] = []
+    wholes: list[PlanSimulation] = []
     if plan is not None and len(plan.groups) > 1:
         search["run"] = partial(slowest_group, wholes, cluster_arrays(job), candidate_of(plan))
     results, skipped = evaluate_all(
@@ -166,7 +166,7 @@ def simulate(
 class PlanSearch:
     """What `plan` returns. In Jupyter it shows the placement on a map, and the plans that were not chosen."""
 
-    found: Planned
+    found: SearchResult
     """The best plan and the others that were simulated, as the planner has them."""
     families: Families
     """The best plan of each family."""
@@ -196,14 +196,14 @@ class PlanSearch:
             "break_even": [vars(one) for one in self.break_even],
             "origins": origins(self.found.job),
             "notes": report.notes(self.found),
-            "confidence": self.found.confident and vars(self.found.confident),
+            "confidence": self.found.percentile_choice and vars(self.found.percentile_choice),
             "fabrics": [one.row() for one in self.fabrics],
         }
 
     @cached_property
     def break_even(self) -> list[BreakEven]:
         """The bandwidth, latency, number of GPUs and egress price at which the verdict changes. Takes seconds."""
-        return break_even(self.families, tick=self.progress) if self.ask_break_even else []
+        return break_even(self.families, progress=self.progress) if self.ask_break_even else []
 
     @property
     def verdict(self) -> str:
@@ -267,14 +267,14 @@ def plan(
         objective or ("cost" if cheapest else "throughput"), budget=budget, min_throughput=min_throughput,
         tokens=tokens, deadline=deadline, tokens_per_iteration=batch * job.model.seq_len,
     )  # fmt: skip
-    job, choices = best_fabrics(job, fabrics, objective=goal, keep=keep, global_batch=batch, tcp=tcp, tick=progress)
+    job, choices = best_fabrics(job, fabrics, objective=goal, keep=keep, global_batch=batch, tcp=tcp, progress=progress)
     planned = make_plan(
         job, strategy=strategy, objective=goal, keep=keep, global_batch=batch, tcp=tcp, tries=tries, seed=seed,
-        tick=progress,
+        progress=progress,
     )  # fmt: skip
-    families = find_families(planned, keep=keep, global_batch=batch, tries=tries, tick=progress)
+    families = find_families(planned, keep=keep, global_batch=batch, tries=tries, progress=progress)
     if confidence is not None:
-        families = confident(families, confidence, keep=keep, tries=tries, seed=seed, tick=progress)
+        families = choose_by_percentile(families, confidence, keep=keep, tries=tries, seed=seed, progress=progress)
     return PlanSearch(families.planned, families, break_even, progress, choices)
 
 
@@ -284,7 +284,7 @@ class WhatIf:
     """What `whatif` returns. In Jupyter it shows the curve of the first sweep over numbers."""
 
     job: Job
-    now: Judged
+    now: SimulatedCandidate
     """The job as it is."""
     sweeps: tuple[tuple[Sweep, list[Point]], ...]
     marginals: tuple[Marginal, ...]
@@ -355,14 +355,14 @@ def whatif(
     require_arguments("whatif", sweeps=sweeps, monte_carlo=monte_carlo or None, wan_sigma=wan_sigma, seed=seed)
     parsed = [parse_sweep(text) for text in sweeps]
     job, plan = opened(job)
-    asked = Asked(job, plan, replan=replan)
-    now = asked.judged(job)
-    found = tuple((one, sweep(asked, one, progress)) for one in parsed)
-    more = marginals(asked, progress)[1] if bottleneck and not replan else []
+    simulator = WhatIfSimulator(job, plan, replan=replan)
+    now = simulator.judged(job)
+    found = tuple((one, sweep(simulator, one, progress)) for one in parsed)
+    more = marginals(simulator, progress)[1] if bottleneck and not replan else []
     sigma = wan_sigma if wan_sigma is not None else job.jitter.wan or WAN_SIGMA
     runs = MonteCarlo()
     if monte_carlo:
-        runs = spread(asked, monte_carlo, wan=sigma, compute=job.jitter.compute, seed=seed, tick=progress)
+        runs = spread(simulator, monte_carlo, wan=sigma, compute=job.jitter.compute, seed=seed, progress=progress)
     return WhatIf(job, now, found, tuple(more), runs, sigma)
 
 

@@ -43,6 +43,8 @@ COMMANDS = {
     "metrics": "compute metrics of runs from their traces: those of CCL-Bench, and our own",
     "import": "make a job file and a profile from a card and its traces",
 }
+INTERRUPTED, PIPE_CLOSED = 130, 141
+"""Exit codes of a process that SIGINT or SIGPIPE ends, as shells count: 128 and the signal's number."""
 PLUGINS = "atlas.commands"
 """Entry-point group in which other packages offer commands: modules with `configure(parser)` and `run(args)`."""
 
@@ -154,11 +156,11 @@ def guarded(run: Callable[[list[str]], int], name: str, argv: Sequence[str] | No
     except StopSignal:
         return START_AGAIN
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
     except BrokenPipeError:
         # The reader closed the pipe (`atlas ... | head`). Redirect stdout, or the interpreter prints an error at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+        return PIPE_CLOSED
     except OSError as error:
         return _print_error(
             name, f"{error.filename or 'output'}: {error.strerror or error}. Free some space or choose another place"

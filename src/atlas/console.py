@@ -14,16 +14,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
-
-from rich.console import Console
-from rich.padding import Padding
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.text import Text
+from typing import TYPE_CHECKING, Any
 
 from atlas.arguments import NUMBERS, WHOLE
 from atlas.errors import AtlasError, SpecError
 from atlas.ir.replace import write_whole
+
+if TYPE_CHECKING:
+    from rich.padding import Padding
 
 PATIENCE_S = 1.0
 """A progress bar appears after this time."""
@@ -59,13 +57,13 @@ def _within(kind: type[int] | type[float], what: str, low: float, high: float) -
     return value_of
 
 
-def positive(text: str) -> float:
+def positive(text: str, below: float = 1e9) -> float:
     """A number above zero."""
     try:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not 0 < value < 1e9:
+    if not 0 < value < below:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
     return value
 
@@ -168,6 +166,8 @@ def secret_in(path: Path, flag: str) -> str:
 # ---- the terminal ------------------------------------------------------------------------------------------
 def show(*things: Any) -> None:
     """Print tables and text, as wide as the terminal (80 columns without one). Indented text stays indented."""
+    from rich.console import Console  # 40 ms, which JSON and errors do not need
+
     console = Console(highlight=False)
     with console.capture() as capture:
         for thing in things:
@@ -176,6 +176,9 @@ def show(*things: Any) -> None:
 
 
 def _indented(line: str) -> str | Padding:
+    from rich.padding import Padding  # as in `show`
+    from rich.text import Text
+
     words = line.lstrip(" ")
     return line if words == line else Padding(Text(words), (0, 0, 0, len(line) - len(words)), expand=False)
 
@@ -219,6 +222,9 @@ class Meter:
     """A progress bar on stderr, shown after `PATIENCE_S`, and only on a terminal."""
 
     def __init__(self) -> None:
+        from rich.console import Console  # as in `show`
+        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
         console = Console(stderr=True)
         self._bar = Progress(
             SpinnerColumn(),

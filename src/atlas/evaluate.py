@@ -12,39 +12,40 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from functools import cached_property, partial
-from typing import Any, Literal
-
-import numpy as np
+from functools import cache, cached_property, partial
+from typing import Any, Literal, TypeAlias
 
 from atlas.arguments import CHOICES, NUMBERS, OPTIONAL, TEXTS, WHOLE
 from atlas.cost.arrange import Arrangement, arrange
 from atlas.cost.cluster_arrays import GIB
 from atlas.cost.compute import flops_per_token, pricing
-from atlas.cost.memory import memory_rule, peak_memory
-from atlas.cost.price import Tcp, can_share, layout, price
+from atlas.cost.memory import WorkerMemory, memory_rule, peak_memory, worker_memory
+from atlas.cost.price import Tcp, can_share, layout_of, price
 from atlas.cost.table import Costs
-from atlas.cost.weather import paths_with_weather
 from atlas.errors import AtlasError, InfeasibleError, SpecError
 from atlas.ir.analysis import summary
 from atlas.ir.assemble import check, repeated, with_optimizer
 from atlas.ir.program import Layout, Memory, Program
 from atlas.ir.timeline import Timeline
 from atlas.schedules import SCHEDULES, Bound, Schedule, Setting, lower_bound
-from atlas.sim import SeededNoise, simulate
-from atlas.sim.lower import Tables, noisy
-from atlas.sim.weather import Tail, WeatherRuns
+from atlas.sim import simulate
+from atlas.sim.weather import Spread, spread_of
 from atlas.spec import Job, override
 
 Progress = Callable[[str, int, int], None]
-"""Called with (schedule, tries done, tries allowed); 0 tries allowed where none are counted."""
+"""Called with (what is being done, number done, number in all; 0 where nothing is counted)."""
 Choice = tuple[str, Tcp]
 """A schedule's name and how many connections a node pair has."""
+Known: TypeAlias = "dict[tuple[int, Tcp], Case]"
+"""Cases of one job by stages on a worker and connections, so that several schedules share their prices."""
 
 MAX_EVENTS = 10_000_000
 """Beyond this a Program no longer fits in a few GB."""
 SEARCH_EVENTS = 20_000_000
 """Events that a search with the default budget simulates: a few seconds for any size of job."""
+MIN_TRIES, MAX_TRIES = 24, 600
+"""Least and most tries of the default budget, chosen by hand: a candidate of a plan gets the least
+(`planner.search.FEW`); `bench/optimum.py` compares the most with the exact optimum."""
 
 
 # ---- results -------------------------------------------------------------------------------------------------------
@@ -56,11 +57,17 @@ class Case:
     arrangement: Arrangement
     layout: Layout
     apart: Costs
-    turns: Costs | None
-    """None where nothing can be shared: one connection, one pipeline, or one datacenter."""
+    price_turns: Callable[[], Costs] | None
+    """Prices turns on the WAN, once; None where nothing can be shared: one connection, pipeline or datacenter."""
+    workers: tuple[WorkerMemory, ...]
     memory: Memory
     interleaved: Case | None = None
     """With several stages on each worker, where the schedule may choose that."""
+
+    @property
+    def turns(self) -> Costs | None:
+        """What ops and transfers take where pipelines take turns on the WAN."""
+        return None if self.price_turns is None else self.price_turns()
 
     @property
     def shapes(self) -> list[Case]:
@@ -75,22 +82,6 @@ class Case:
         """What a Program of this case is priced at: with turns on the WAN if it takes them."""
         case = self.of(program)
         return case.turns if program.sharing and case.turns is not None else case.apart
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Iteration times of runs with jitter or weather."""
-
-    times_s: tuple[float, ...]
-    tail: Tail | None
-    """What causes the runs beyond the 95th percentile; None without weather."""
-
-    def row(self) -> dict[str, Any]:
-        """The figures, JSON-able."""
-        figures = {f"p{p}_s": float(np.percentile(self.times_s, p)) for p in (5, 50, 95)}
-        path, share = (None, None) if self.tail is None else (self.tail.path, self.tail.share)
-        worst_s = max(self.times_s)
-        return {"runs": len(self.times_s), **figures, "worst_s": worst_s, "tail_path": path, "tail_share": share}
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,8 +145,8 @@ def rows(results: Sequence[Result]) -> list[dict[str, Any]]:
 
 def _tightest(case: Case, program: Program) -> tuple[int, int]:
     """(need, cap) in bytes of the GPU that has least to spare."""
-    workers = peak_memory(case.job, program, arrangement=case.arrangement)
-    worker, need = min(workers, key=lambda found: found[0].cap - found[1])
+    needs = peak_memory(case.job, program, workers=case.workers)
+    worker, need = min(needs, key=lambda found: found[0].cap - found[1])
     return need, worker.cap
 
 
@@ -172,33 +163,50 @@ def _peak_flops(case: Case) -> float:
 
 
 # ---- one job, one schedule ---------------------------------------------------------------------------------
-def prepare(job: Job, schedule: Schedule, tcp: Tcp = "many", iterations: int = 1, *, sharing: bool = True) -> Case:
+def prepare(
+    job: Job,
+    schedule: Schedule,
+    tcp: Tcp = "many",
+    iterations: int = 1,
+    *,
+    sharing: bool = True,
+    known: Known | None = None,
+) -> Case:
     """The job as this schedule needs it: one stage on each worker, or several where it interleaves.
 
     `sharing` is whether pipelines may take turns, where there is anything to take turns on. A schedule that may choose
-    the number of stages keeps to the layers that the job states.
+    the number of stages keeps to the layers that the job states. `known`: those of the same job and arguments;
+    new ones are added.
     """
-    several = max(2, job.interleave)
-    case = _prepared(job, several if schedule.virtual_stages else 1, tcp, iterations, sharing=sharing)
+    several, known = max(2, job.interleave), {} if known is None else known
+
+    def prepared(interleave: int) -> Case:
+        if (interleave, tcp) not in known:
+            known[interleave, tcp] = _prepared(job, interleave, tcp, iterations, sharing=sharing)
+        return known[interleave, tcp]
+
+    case = prepared(several if schedule.virtual_stages else 1)
     is_open = job.interleave > 1 or job.layers_per_stage is None
     if schedule.may_interleave and is_open and job.pp > 1:
         with suppress(AtlasError):  # not enough layers, or no link from the last worker to the first
-            case = replace(case, interleaved=_prepared(job, several, tcp, iterations, sharing=sharing))
+            case = replace(case, interleaved=prepared(several))
     return case
 
 
 def _prepared(job: Job, interleave: int, tcp: Tcp, iterations: int, *, sharing: bool) -> Case:
     job, first = restaged(job, interleave)
-    frame = layout(job, arrangement=first)
-    _require_feasible_size(job, frame, iterations)
-    turns = sharing and tcp == "many" and can_share(job, frame)
+    layout = layout_of(job, arrangement=first)
+    _require_feasible_size(job, layout, iterations)
+    may_share = sharing and tcp == "many" and can_share(job, layout)
+    workers = worker_memory(job, first)
     return Case(
         job=job,
         arrangement=first,
-        layout=frame,
+        layout=layout,
         apart=price(job, tcp=tcp, arrangement=first),
-        turns=price(job, tcp=tcp, sharing=True, arrangement=first) if turns else None,
-        memory=memory_rule(job, arrangement=first),
+        price_turns=cache(partial(price, job, sharing=True, arrangement=first)) if may_share else None,
+        workers=workers,
+        memory=memory_rule(job, first, workers),
     )
 
 
@@ -224,16 +232,18 @@ def evaluate(
     iterations: int = 1,
     jitter_runs: int = 0,
     progress: Progress | None = None,
+    known: Known | None = None,
 ) -> Result:
-    """Simulate the job. `budget` is the number of orders that a searched schedule may try (default: by size)."""
+    """Simulate the job. `budget` is the number of orders that a searched schedule may try (default: by size); `known`
+    is that of `prepare`."""
     chosen = find_schedule(schedule)
-    case = prepare(job, chosen, tcp, iterations, sharing=sharing)
+    case = prepare(job, chosen, tcp, iterations, sharing=sharing, known=known)
     program = build(case, chosen, budget=budget, seed=seed, progress=progress)
     case = case.of(program)
     costs = case.costs_of(program)
     bound = _bound(case, chosen, program)
     meta: dict[str, Any] = {"tcp": tcp, "job": job.name, "lower_bound_s": bound.ns / 1e9, "seed": seed}
-    spread = _spread(case.job, program, costs, jitter_runs) if jitter_runs else None
+    spread = spread_of(case.job, program, costs, jitter_runs) if jitter_runs else None
     if spread is not None:
         meta["spread"] = spread.row()
     single = simulate(program, costs, meta=meta)
@@ -275,8 +285,7 @@ def find_schedule(name: str, flag: str = "--schedule") -> Schedule:
 
 def default_budget(case: Case) -> int:
     """Tries that a search gets: fewer for a larger job, so that all end in seconds. Independent of the clock."""
-    num_events = 6 * case.layout.num_pipelines * case.layout.num_stages * case.layout.num_microbatches
-    return max(24, min(600, SEARCH_EVENTS // num_events))
+    return max(MIN_TRIES, min(MAX_TRIES, SEARCH_EVENTS // case.layout.about_events(split=True)))
 
 
 # ---- several -----------------------------------------------------------------------------------------------
@@ -334,11 +343,12 @@ def evaluate_all(
     """
     results: list[Result] = []
     left_out: dict[str, str] = {}
+    known: Known = {}
     for name, tcp in choices:
         if (progress := options.get("progress")) is not None:
             progress(name, 0, 0)
         try:
-            results.append(run(job, name, tcp=tcp, **options))
+            results.append(run(job, name, tcp=tcp, known=known, **options))
         except AtlasError as error:
             if not (skip and find_schedule(name).virtual_stages):
                 raise
@@ -364,36 +374,15 @@ def _bound(case: Case, schedule: Schedule, program: Program) -> Bound:
     return min(bounds, key=lambda bound: bound.ns)
 
 
-# ---- jitter ------------------------------------------------------------------------------------------------
-def _spread(job: Job, program: Program, costs: Costs, runs: int) -> Spread:
-    """The same Program with new random durations in each run, and new weather on links that have a model. Only
-    transfers between datacenters jitter."""
-    jitter = job.jitter
-    if not (jitter.compute or jitter.wan or paths_with_weather(costs)):
-        raise SpecError(
-            where=job.where,
-            key="jitter",
-            rule="Monte-Carlo runs need a spread, and the job has none",
-            remedy="Write jitter: {compute: 0.05, wan: 0.1}, --set jitter.wan=0.1, or a `model` of a link",
-        )
-
-    def jittered(tables: Tables, k: int) -> Tables:
-        return noisy(tables, SeededNoise(jitter.seed + k, jitter.compute, jitter.wan), program)
-
-    draws = WeatherRuns(program, costs, jitter.seed, jittered if jitter.compute or jitter.wan else None)
-    times = [draws.time_s(k) for k in range(runs)]
-    return Spread(tuple(times), draws.tail(times))
-
-
 # ---- size --------------------------------------------------------------------------------------------------
-def _require_feasible_size(job: Job, frame: Layout, iterations: int) -> None:
-    num_events = 5 * iterations * frame.num_pipelines * frame.num_stages * frame.num_microbatches
+def _require_feasible_size(job: Job, layout: Layout, iterations: int) -> None:
+    num_events = iterations * layout.about_events(split=False)
     if num_events > MAX_EVENTS:
         raise InfeasibleError(
             where=job.where,
             key="num_microbatches",
             value=job.num_microbatches,
-            rule=f"x {frame.num_stages} stages x {frame.num_pipelines} pipelines are about {num_events:,} events, "
+            rule=f"x {layout.num_stages} stages x {layout.num_pipelines} pipelines are about {num_events:,} events, "
             f"more than the {MAX_EVENTS:,} that fit in memory",
             remedy="Use fewer microbatches, stages, pipelines_per_cell or --iterations; cells do not count",
         )

@@ -27,7 +27,11 @@ from atlas.console import secret_in
 from atlas.errors import AtlasError
 
 TIMEOUT_S = 120.0
+"""Of one request, from its connection to its last event; then it counts as failed."""
 MAX_LINE_BYTES = 1 << 20
+"""Longest line of a response: asyncio's own limit (64 KiB) is too short for an event with a long text."""
+VOCABULARY = 256
+"""Prompts are random tokens below this; every model has as many."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,6 @@ class BenchLoad:
     """How often a refused request is sent again, after its Retry-After."""
     key: str = ""
     priority: str = "online"
-    vocabulary: int = 256
     seed: int = 0
 
 
@@ -101,9 +104,9 @@ def _percentiles(seconds: list[float]) -> dict[str, float]:
 async def bench(load: BenchLoad) -> BenchReport:
     """Sends all requests, and waits for their responses."""
     rng = random.Random(load.seed)
-    shared = [rng.randrange(load.vocabulary) for _ in range(load.shared_tokens)]
+    shared = [rng.randrange(VOCABULARY) for _ in range(load.shared_tokens)]
     lengths = [rng.randint(*load.prompt_tokens) for _ in range(load.num_requests)]
-    prompts = [shared[:n] + [rng.randrange(load.vocabulary) for _ in range(n - len(shared[:n]))] for n in lengths]
+    prompts = [shared[:n] + [rng.randrange(VOCABULARY) for _ in range(n - len(shared[:n]))] for n in lengths]
     outcomes: list[BenchOutcome] = []
     began = at = time.monotonic()
 

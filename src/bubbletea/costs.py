@@ -37,6 +37,7 @@ USUAL = Calibration(
 """For GPU types that were not calibrated: within a tenth of a Llama-3-8B layer measured on an H200 at 512 to 4,096
 tokens."""
 ELEMENT_BYTES = 2
+"""Of a weight, an activation, a key or a value: bfloat16 or float16."""
 PCIE_BYTES_PER_S = 24e9
 """Device to host, PCIe gen 4 x16, as copies reach it."""
 KERNEL_FLOOR_US = 150.0

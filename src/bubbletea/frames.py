@@ -35,8 +35,9 @@ _HEAD, _CHECKSUM = struct.Struct("!4sBHQI"), struct.Struct("!I")
 """Magic, kind, sizes of fields and payload, CRC-32 of fields and payload; then the CRC-32 of these."""
 HEAD_BYTES = _HEAD.size + _CHECKSUM.size
 MAGIC = b"BTF3"
-MAX_FIELDS_BYTES = (1 << 16) - 1
-MAX_PAYLOAD_BYTES = 1 << 30
+MAX_FIELDS_BYTES, MAX_PAYLOAD_BYTES = (1 << 16) - 1, 1 << 30
+"""Of one frame. The head has 16 bits for the size of the fields; keys and values of one layer of a prompt fit
+into a payload."""
 MAX_GREETING_BYTES = 4096
 """Largest fields of a caller before the token is proved; a payload is not accepted."""
 GREETING_S = 10.0

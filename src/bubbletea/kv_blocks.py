@@ -29,6 +29,7 @@ and receives KV ... and END {blocks}, or GONE {why}; after RELEASE {ticket}, sen
 FETCH with {plane: "nixl"} a worker may answer PLACES {} (NIXL's description of its memory), PLACE ... (a KV frame with
 {address, bytes} instead of its payload) and END; the engine sends READ {} when it has read them."""
 VERSION = 2
+"""Of the layout of a block's payload. Blocks of other versions are refused."""
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

@@ -1,5 +1,5 @@
-"""Sends keys and values to decode engines in other processes: answers FETCH frames (`kv_blocks`) from a `Holder`. Every
-prefill worker has one, on a thread of its own; so has the service, which only takes releases.
+"""Sends keys and values to decode engines in other processes: answers FETCH frames (`kv_blocks`) from a `KvHolder`.
+Every prefill worker has one, on a thread of its own; so has the service, which only takes releases.
 
 Blocks go from the holder's memory into the socket on separate threads: nothing is copied or hashed on the event loop,
 unless the connection is encrypted. Knows frames and blocks; not requests, not prefill.
@@ -29,6 +29,7 @@ IDLE_S = 120.0
 SEND_S = 30.0
 """A decode engine that reads nothing for this long is disconnected."""
 SWEEP_S = 1.0
+"""Between two removals of expired keys and values."""
 NO_TICKET = "nothing under this ticket: it was fetched, has expired or never existed"
 
 
@@ -62,7 +63,7 @@ class WantedBlocks:
             raise WorkerError("a FETCH without valid numbers") from None
 
 
-class Holder(Protocol):
+class KvHolder(Protocol):
     """Where keys and values are. Called on the event loop of its server."""
 
     def blocks(self, wanted: WantedBlocks) -> Sequence[KvBlock]:
@@ -91,7 +92,7 @@ def own_address(bound: str) -> str:
 class KvServer(FrameServer):
     """`start` listens: on loopback with a token, elsewhere with certificates too."""
 
-    def __init__(self, holder: Holder, token: str, context: ssl.SSLContext | None = None) -> None:
+    def __init__(self, holder: KvHolder, token: str, context: ssl.SSLContext | None = None) -> None:
         super().__init__(token, context)
         self.holder = holder
         self.nixl_unencrypted = False

@@ -18,6 +18,7 @@ from atlas.errors import WorkerError
 IRRELEVANT_KEYS = ("torch_dtype", "dtype", "transformers_version", "_name_or_path", "use_cache", "architectures")
 """Keys of a config that do not change what is computed."""
 MAX_HEADER_BYTES = 100 << 20
+"""About the limit of safetensors itself (100 MB)."""
 SAMPLE_BYTES = 256
 """Bytes read at the beginning, the middle and the end of each tensor."""
 

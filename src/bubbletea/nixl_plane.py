@@ -24,6 +24,7 @@ from atlas.errors import WorkerError
 
 MEMORY = "DRAM"
 POLL_S = 0.0002
+"""Between two looks at whether a transfer has ended: NIXL has no call that waits."""
 Span = tuple[int, int]
 """Address and number of bytes."""
 

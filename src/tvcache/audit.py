@@ -22,10 +22,11 @@ from tvcache.values import encode, encode_error
 
 LOG = logging.getLogger("tvcache")
 QUEUE = 64
+"""Hits that wait to be executed again, at most."""
 
 
 @dataclass(frozen=True)
-class Check:
+class HitCheck:
     """One hit to execute again."""
 
     ask: Ask
@@ -49,14 +50,14 @@ class Audit:
     ) -> None:
         self.share, self._random = share, random.Random(seed)
         self._rebuilder, self._counters, self._report = rebuilder, counters, report
-        self._queue: queue.Queue[Check | None] = queue.Queue(QUEUE)
+        self._queue: queue.Queue[HitCheck | None] = queue.Queue(QUEUE)
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
 
     def chosen(self) -> bool:
         return self.share > 0 and self._random.random() < self.share
 
-    def submit(self, check: Check) -> None:
+    def submit(self, check: HitCheck) -> None:
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="tvcache-audit", daemon=True)
@@ -85,7 +86,7 @@ class Audit:
             finally:
                 self._queue.task_done()
 
-    def run(self, check: Check) -> None:
+    def run(self, check: HitCheck) -> None:
         try:
             place = self._rebuilder.reach(check.history, check.length, check.make)
         except DivergedError as error:
@@ -111,7 +112,7 @@ class Audit:
         elif found != body:
             self._report(ask, tool, "volatile", "executed again, it gave another output")
 
-    def _blame(self, check: Check, index: int) -> None:
+    def _blame(self, check: HitCheck, index: int) -> None:
         """Report a mutating call of the history that returned another output on replay."""
         history, call = check.history, check.history.calls[index]
         self._counters.add(audits=1)

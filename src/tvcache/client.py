@@ -19,6 +19,7 @@ from tvcache.values import Value
 
 LOG = logging.getLogger("tvcache")
 TIMEOUT_S = 10.0
+"""Of a request, beside the time for which the server may let it wait."""
 RETRY_S = (0.1, 5.0)
 """First and longest delay between attempts to reach the server."""
 UNREACHABLE = (OSError, http.client.HTTPException, ValueError)

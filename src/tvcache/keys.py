@@ -15,8 +15,8 @@ from typing import Any
 
 from tvcache.errors import ArgumentsError
 
-MAX_CALL_BYTES = 1 << 20
-MAX_DEPTH = 64
+MAX_CALL_BYTES, MAX_DEPTH = 1 << 20, 64
+"""Of the arguments of a call, in canonical form. Calls beyond are not cached."""
 
 
 @dataclass(frozen=True)
@@ -75,15 +75,17 @@ def key(state: bytes, call: ToolCall) -> bytes:
     return hashlib.sha256(state + call.canonical).digest()
 
 
-def canonical(value: Any, limit_bytes: int = MAX_CALL_BYTES) -> bytes:
+def canonical(value: Any) -> bytes:
     """JSON with sorted keys, without spaces. Characters stay as they are: look-alikes are different keys."""
     require_json(value)
     try:
         found = _ENCODER.encode(value).encode()
     except UnicodeEncodeError as error:
         raise ArgumentsError(f"a string has half of a surrogate pair ({error.reason}): give valid Unicode") from None
-    if len(found) > limit_bytes:
-        raise ArgumentsError(f"{len(found):,} bytes of arguments: at most {limit_bytes:,} are cached. Pass a reference")
+    if len(found) > MAX_CALL_BYTES:
+        raise ArgumentsError(
+            f"{len(found):,} bytes of arguments: at most {MAX_CALL_BYTES:,} are cached. Pass a reference"
+        )
     return found
 
 

@@ -31,7 +31,9 @@ from tvcache.values import Value
 
 LOG = logging.getLogger("tvcache")
 FORMAT = 1
+"""In the first record of a log. Files of another format are refused."""
 BLOCK = 4 << 20
+"""Bytes that are read from the log at once."""
 HEADER = b"00000000 "
 """Placeholder of a record's checksum and the space after it."""
 

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from tvcache.server import CacheServer
 
 SECONDS = (0.0002, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1, 5, 25)
+"""Upper bounds of the histogram's buckets: from a hit to a call that waits for another one."""
 
 
 class CacheMetrics:
@@ -29,6 +30,7 @@ class CacheMetrics:
         log = server.log
         self._gauge("tvcache_values", "Values stored", lambda: len(log))
         self._gauge("tvcache_log_bytes", "Size of the log", lambda: log.end)
+        self._gauge("tvcache_damaged", "Damaged records of the log, which are skipped", lambda: log.damaged)
         self._gauge("tvcache_flights", "Calls being executed", lambda: len(server.flights))
         self._gauge(
             "tvcache_conflicts", "Values that arrived twice and differed: the first was kept", lambda: log.conflicts

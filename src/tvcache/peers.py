@@ -16,8 +16,10 @@ from tvcache.errors import ArgumentsError, TvcacheError, words_of
 from tvcache.log import LogStore, unframed
 
 LOG = logging.getLogger("tvcache")
-WAIT_S = 15.0
+WAIT_S, TIMEOUT_S = 15.0, 25.0
+"""How long another site may wait for new records before it answers, and until it counts as down."""
 RETRY_S = 1.0
+"""Between two requests to a site that is down."""
 BATCH = 32
 """Records adopted before requests are served again."""
 
@@ -59,7 +61,7 @@ class Peers:
     def _read(self, endpoint: HttpEndpoint, log_id: str, after: int) -> tuple[str, int]:
         """Adopts what is new; the id of the other log, and how far it was read."""
         path = f"/v1/log?after={after}&log={quote(log_id)}&wait_s={WAIT_S:g}"
-        status, headers, data = endpoint.request("GET", path, None, WAIT_S + 10.0)
+        status, headers, data = endpoint.request("GET", path, None, TIMEOUT_S)
         if status != 200:
             raise TvcacheError(f"it answered {status}: {data[:200].decode(errors='replace')}")
         log_id, after = headers.get("x-tvcache-log", ""), int(headers.get("x-tvcache-next", "0"))

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from tvcache.errors import TvcacheError
 from tvcache.keys import key, root
 from tvcache.tools import Effect
-from tvcache.trajectories import Recorded, Step, Trajectory
+from tvcache.trajectories import RecordedCall, RecordedRollouts, Trajectory
 
 Keying = Literal["mutating calls", "full history", "call alone"]
 KEYINGS: tuple[Keying, ...] = ("mutating calls", "full history", "call alone")
@@ -48,7 +48,7 @@ class Durations:
     def __init__(self, low_s: float | None = None, high_s: float | None = None) -> None:
         self.low_s, self.high_s = low_s, high_s
 
-    def __call__(self, step: Step) -> float:
+    def __call__(self, step: RecordedCall) -> float:
         if self.low_s is None or self.high_s is None:
             return step.seconds or 0.0
         seed = step.call.canonical if step.call is not None else step.name.encode()
@@ -57,7 +57,10 @@ class Durations:
 
 
 def replay(
-    recorded: Recorded, effect: Callable[[str], Effect], keying: Keying, seconds: Callable[[Step], float]
+    recorded: RecordedRollouts,
+    effect: Callable[[str], Effect],
+    keying: Keying,
+    seconds: Callable[[RecordedCall], float],
 ) -> KeyingResult:
     """Replay in file order, with one tree per task."""
     outcome, stored = KeyingResult(keying), dict[bytes, bytes]()
@@ -70,7 +73,7 @@ def _play(
     trajectory: Trajectory,
     effect: Callable[[str], Effect],
     keying: Keying,
-    seconds: Callable[[Step], float],
+    seconds: Callable[[RecordedCall], float],
     stored: dict[bytes, bytes],
     outcome: KeyingResult,
 ) -> list[float]:
@@ -99,7 +102,7 @@ def _play(
     return waits
 
 
-def without(recorded: Recorded, seconds: Callable[[Step], float]) -> list[list[float]]:
+def without(recorded: RecordedRollouts, seconds: Callable[[RecordedCall], float]) -> list[list[float]]:
     """Waits of each call without a cache, by trajectory."""
     return [[seconds(step) for step in one.steps] for one in recorded.trajectories]
 
@@ -149,7 +152,12 @@ def _overlap(one: list[tuple[float, float]], other: list[tuple[float, float]]) -
 
 
 def waits_file(
-    recorded: Recorded, before: list[list[float]], after: list[list[float]], think_s: float, at_once: int, assumed: bool
+    recorded: RecordedRollouts,
+    before: list[list[float]],
+    after: list[list[float]],
+    think_s: float,
+    at_once: int,
+    assumed: bool,
 ) -> dict[str, Any]:
     """The file that `--waits` writes and `bubbletea simulate --waits` reads."""
     return {

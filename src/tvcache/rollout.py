@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextvars import ContextVar, Token
 from typing import TYPE_CHECKING, Any
 
-from tvcache.audit import Check
+from tvcache.audit import HitCheck
 from tvcache.environments import Environment
 from tvcache.errors import ArgumentsError, CannotForkError, ReplayError
 from tvcache.history import History
@@ -171,7 +171,7 @@ class Rollout:
 
     def _audit(self, ask: Ask, tool: Tool, value: Value) -> None:
         if self._make is not None:
-            self.cache.audit.submit(Check(ask, tool, value.body, self.history, len(self.history), self._make))
+            self.cache.audit.submit(HitCheck(ask, tool, value.body, self.history, len(self.history), self._make))
         elif tool.effect == "reads":  # no copy available, but reads can be repeated
             self.cache.audit.compare(ask, tool, value.body, self._environment())
         else:

@@ -36,7 +36,9 @@ from tvcache.stores import Ask
 
 LOG = logging.getLogger("tvcache")
 MAX_BODY_BYTES = 24 << 20
+"""Of a request: a value of the largest size (`values.MAX_VALUE_BYTES`), in JSON."""
 FLUSH_S = 2.0
+"""Between two writes of the hit counts to the log."""
 Do = Callable[[Any], dict[str, Any] | Awaitable[dict[str, Any]]]
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 

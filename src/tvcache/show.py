@@ -14,9 +14,11 @@ from importlib.resources import files
 from typing import Any
 
 MAX_TASKS = 200
+"""On a page: those that saved most time."""
 MAX_NODES = 400
 """Nodes of one task on a page; the rest is only counted."""
 MAX_TEXT = 140
+"""Characters of a call."""
 LEGEND = (
     "<p class=legend>Each line is a call whose output is stored; the number is how often it was hit. "
     "<b class=m>●</b> changes the state: what is indented below it was called after it. "
@@ -25,7 +27,9 @@ LEGEND = (
 
 
 @dataclass
-class Sums:
+class CallSums:
+    """Over the stored values of a tool, a task or the log."""
+
     values: int = 0
     hits: int = 0
     executed_s: float = 0.0
@@ -42,12 +46,12 @@ class Sums:
 
 
 @dataclass
-class Tree:
+class TaskTree:
     """Of one task: the values of every state, by the state before the call."""
 
     name: str
     image: str
-    sums: Sums = field(default_factory=Sums)
+    sums: CallSums = field(default_factory=CallSums)
     after: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     keys: set[str] = field(default_factory=set)
 
@@ -56,14 +60,14 @@ def summary(
     records: Iterable[tuple[Mapping[str, Any], int]], dropped: Mapping[str, int], title: str = ""
 ) -> dict[str, Any]:
     """JSON-able."""
-    trees: dict[tuple[str, str], Tree] = {}
-    tools: dict[str, Sums] = {}
-    whole = Sums()
+    trees: dict[tuple[str, str], TaskTree] = {}
+    tools: dict[str, CallSums] = {}
+    whole = CallSums()
     for record, hits in records:
         name, image = record["task"]
-        tree = trees.setdefault((name, image), Tree(name, image))
+        tree = trees.setdefault((name, image), TaskTree(name, image))
         call, seconds = record["call"], record["seconds"]
-        for sums in (whole, tree.sums, tools.setdefault(_tool(call), Sums())):
+        for sums in (whole, tree.sums, tools.setdefault(_tool(call), CallSums())):
             sums.add(hits, seconds)
         node = {
             "call": _text(call),
@@ -90,7 +94,7 @@ def summary(
     }
 
 
-def _nodes(tree: Tree) -> dict[str, Any]:
+def _nodes(tree: TaskTree) -> dict[str, Any]:
     """The tree in depth-first order with depths; states whose path is not stored start at depth 0."""
     roots = [state for state in tree.after if state not in tree.keys]
     nodes: list[dict[str, Any]] = []

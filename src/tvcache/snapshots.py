@@ -22,6 +22,7 @@ from tvcache.history import History
 
 Policy = Literal["measured", "always", "never"]
 LEASE_S = 300.0
+"""A snapshot that is being forked is not evicted for this long."""
 GUESS_S, GUESS_BYTES_PER_S = 1e-4, 500e6
 LOG = logging.getLogger("tvcache")
 
@@ -61,7 +62,6 @@ class Snapshots:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.max_count, self.max_bytes, self.policy, self.lease_s = max_count, max_bytes, policy, lease_s
-        self.failures = self.evictions = self.taken = 0
         self._kept: dict[bytes, Snapshot] = {}
         self._fork_s: dict[bytes, float] = {}
         """By task: how long copies took lately, or a guess."""
@@ -101,7 +101,6 @@ class Snapshots:
                     return self._timed_fork(found.environment, history)
             except Exception as error:
                 LOG.warning("tvcache: a snapshot of task %r cannot be forked (%s): dropped", history.task.name, error)
-        self.failures += 1
         self._forget(history.states[length])
         return None
 
@@ -141,7 +140,6 @@ class Snapshots:
             self._unforkable.add(history.states[0])
             return
         except Exception as error:
-            self.failures += 1
             LOG.warning("tvcache: could not make a snapshot of task %r (%s)", history.task.name, error)
             return
         self._keep(state, Snapshot(copy, history, length, size, self._clock(), rebuild_s))
@@ -179,8 +177,6 @@ class Snapshots:
                 del self._kept[state]
         if raced or over:
             snapshot.environment.close()
-        else:
-            self.taken += 1
 
     def _make_room(self, size: int, rebuild_s: float) -> bool:
         """Evict snapshots that are cheaper to rebuild than the new one until it fits."""
@@ -203,7 +199,6 @@ class Snapshots:
                 return False
             for key in going:
                 closing.append(self._remove(key).environment)
-                self.evictions += 1
         for environment in closing:
             environment.close()
         return True

@@ -20,7 +20,7 @@ from tvcache.values import encode
 
 
 @dataclass
-class Step:
+class RecordedCall:
     """One recorded call."""
 
     name: str
@@ -34,11 +34,13 @@ class Step:
 @dataclass
 class Trajectory:
     task: Task
-    steps: list[Step] = field(default_factory=list)
+    steps: list[RecordedCall] = field(default_factory=list)
 
 
 @dataclass
-class Recorded:
+class RecordedRollouts:
+    """The content of one file."""
+
     source: str
     trajectories: list[Trajectory]
     oddities: Counter[str]
@@ -54,7 +56,7 @@ class Recorded:
         return all(step.seconds is not None for one in self.trajectories for step in one.steps)
 
 
-def read(path: Path) -> Recorded:
+def read(path: Path) -> RecordedRollouts:
     try:
         data = path.read_bytes()
         text = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode()
@@ -64,7 +66,7 @@ def read(path: Path) -> Recorded:
         raise TvcacheError(f"{path}: damaged ({error}). Copy it again") from None
     oddities: Counter[str] = Counter()
     trajectories = [_trajectory(path, number, found, oddities) for number, found in enumerate(_objects(path, text), 1)]
-    found = Recorded(path.name, trajectories, oddities)
+    found = RecordedRollouts(path.name, trajectories, oddities)
     if not found.num_calls:
         raise TvcacheError(f"{path}: no tool call in it. Give trajectories with messages, traj or calls")
     return found
@@ -106,7 +108,7 @@ def _trajectory(path: Path, number: int, found: Any, oddities: Counter[str]) -> 
     return made
 
 
-def _recorded(where: str, found: Any, oddities: Counter[str]) -> Step:
+def _recorded(where: str, found: Any, oddities: Counter[str]) -> RecordedCall:
     if not isinstance(found, dict) or not isinstance(found.get("name"), str):
         raise TvcacheError(f"{where}: a call is an object with a name, not {str(found)[:80]!r}")
     step = _step(found["name"], found.get("arguments", {}), oddities, str(found.get("version", "")))
@@ -124,7 +126,7 @@ def _recorded(where: str, found: Any, oddities: Counter[str]) -> Step:
 
 def _messages(made: Trajectory, where: str, messages: list[Any], oddities: Counter[str]) -> None:
     """A result belongs to the oldest call with its id that has none yet: models repeat ids within a rollout."""
-    open_: dict[str, list[Step]] = {}
+    open_: dict[str, list[RecordedCall]] = {}
     for message in messages:
         if not isinstance(message, dict):
             raise TvcacheError(f"{where}: a message is an object, not {str(message)[:80]!r}")
@@ -146,11 +148,11 @@ def _messages(made: Trajectory, where: str, messages: list[Any], oddities: Count
     oddities["result missing"] += sum(step.body is None for step in made.steps)
 
 
-def _step(name: str, arguments: Any, oddities: Counter[str], version: str = "") -> Step:
+def _step(name: str, arguments: Any, oddities: Counter[str], version: str = "") -> RecordedCall:
     try:
         call = ToolCall(name, parse(arguments) if isinstance(arguments, str) else arguments, version)
         assert call.canonical
-        return Step(name, call)
+        return RecordedCall(name, call)
     except ArgumentsError:
         oddities["arguments that cannot be cached"] += 1
-        return Step(name, None)
+        return RecordedCall(name, None)

@@ -17,6 +17,7 @@ from tvcache.keys import parse, require_json
 from tvcache.tools import Tool
 
 MAX_VALUE_BYTES = 16 << 20
+"""Larger outputs are not stored."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from shipped_jobs import EXAMPLES, SHIPPED
 
 from atlas.cost.arrange import arrange
 from atlas.cost.cluster_arrays import ring_bps, stage_workers_per_node
-from atlas.cost.price import layout, price
+from atlas.cost.price import layout_of, price
 from atlas.cost.runtimes import RUNTIMES
 from atlas.cost.table import FAIR, PRIVATE, TURNS, Circuits, Costs
 from atlas.errors import InfeasibleError, SpecError
@@ -31,7 +31,7 @@ def wan_links(costs) -> list:
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.stem)
 def test_shipped_jobs_are_priced_in_every_mode(path: Path) -> None:
     job = load_job(path)
-    frame = layout(job)
+    frame = layout_of(job)
     for mode in ({"tcp": "one"}, {"tcp": "many"}, {"sharing": True}):
         costs = price(job, **mode)
         assert costs.compute_ns.shape[:2] == (frame.num_pipelines, frame.num_stages)
@@ -137,7 +137,7 @@ def test_boundaries_between_the_same_two_datacenters_share_their_trunk() -> None
 
 def test_an_interleaved_pipeline_comes_back_over_the_same_node_pairs() -> None:
     job = load_job(TINY, ["pp=2", "interleave=2"])
-    assert layout(job).stage_rank == (0, 1, 0, 1)
+    assert layout_of(job).stage_rank == (0, 1, 0, 1)
     costs = price(job)
     assert costs.channel_link[0, 0, 0] == costs.channel_link[0, 0, 2] == costs.channel_link[1, 0, 1]
     assert {link.policy for link in costs.links} == {FAIR}

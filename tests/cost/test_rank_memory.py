@@ -18,7 +18,7 @@ from atlas.runtime.flat import local_part
 from atlas.runtime.models.config import gpt
 from atlas.runtime.models.decoder import Decoder, LayerRange, build
 from atlas.runtime.models.parallel import parallelize
-from atlas.runtime.units import LayerRunner, LossHead, Surroundings
+from atlas.runtime.stage_parts import LayerRunner, LossHead, PassContext
 from atlas.spec import Job, load_job
 
 LENGTH, WIDTH, HEADS, VOCABULARY = 32, 64, 8, 4096
@@ -46,7 +46,7 @@ def test_a_rank_keeps_of_a_layer_and_of_the_loss_what_is_counted(mesh: DeviceMes
     decoder = build(config, LayerRange(range(1), False, True), shard=partial(parallelize, mesh=mesh))
     assert decoder.head is not None
     layers, head = LayerRunner(list(decoder.layers.values()), None), LossHead(decoder.head, None)  # type: ignore[arg-type]
-    around, targets = Surroundings(torch.arange(LENGTH), None, None), torch.zeros(1, LENGTH, dtype=torch.int64)
+    around, targets = PassContext(torch.arange(LENGTH), None, None), torch.zeros(1, LENGTH, dtype=torch.int64)
     x = torch.zeros(1, LENGTH, WIDTH, requires_grad=True)
     worker = worker_memory(job_of(mesh.size()))[3]
     of_layer = kept_bytes(decoder, lambda: layers.forward(layers.layers[0], around, x))

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from atlas import evaluate as evaluating
+from atlas.cost.price import price
+from atlas.cost.table import Costs
 from atlas.errors import InfeasibleError, SpecError
 from atlas.evaluate import build, default_budget, default_choices, evaluate, evaluate_all, prepare, rows
 from atlas.ir.assemble import check
@@ -109,6 +113,18 @@ def test_interleaved_is_left_out_only_if_it_was_not_named(tiny: Job) -> None:
     assert len(rows(results)) == 9
     with pytest.raises(InfeasibleError):
         evaluate_all(job, [("interleaved", "many")], skip=False)
+
+
+def test_schedules_of_one_job_share_their_prices(tiny: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, str, bool]] = []
+
+    def counted(job: Job, *, tcp: str = "many", sharing: bool = False, **rest: Any) -> Costs:
+        asked.append((job.interleave, tcp, sharing))
+        return price(job, tcp=tcp, sharing=sharing, **rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(evaluating, "price", counted)
+    evaluate_all(tiny, default_choices(), budget=1)
+    assert sorted(asked) == [(1, "many", False), (1, "many", True), (1, "one", False), (2, "many", False)]
 
 
 def test_only_the_wan_jitters_with_the_wan(tiny: Job) -> None:

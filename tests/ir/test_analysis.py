@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trunks import trunk_costs
 
 from atlas.cost.table import kind_costs, uniform_costs
 from atlas.ir.analysis import Cause, bubbles, critical_path, link_utilization, path_totals_ns, summary
@@ -46,7 +47,7 @@ def jobs(draw: st.DrawFn) -> Timeline:
         program = repeated(program, draw(st.integers(1, 3)))
     ns = st.integers(0, 50)
     forward = draw(st.integers(1, 50))
-    costs = uniform_costs(
+    costs = trunk_costs(
         pipelines,
         stages,
         kind_costs(forward_ns=forward, backward_ns=draw(ns), sync_ns=draw(ns), norm_ns=draw(ns), step_ns=draw(ns)),
@@ -215,7 +216,7 @@ def test_two_schedules_are_compared_on_the_ops_they_share() -> None:
 
 def test_link_utilization_counts_overlapping_transfers_once() -> None:
     layout = Layout(4, 2, 3, ("a", "b"))
-    costs = uniform_costs(
+    costs = trunk_costs(
         4, 2, kind_costs(forward_ns=10, backward_ns=20), wan_boundaries=(0,), wan_ns=50, trunk_pairs=1.0
     )
     shares = link_utilization(simulate(gpipe(layout), costs))

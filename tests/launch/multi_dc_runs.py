@@ -21,7 +21,7 @@ from atlas.commands.train_dc import agent_name
 from atlas.launch import multi_dc
 from atlas.launch.agent import Agent, AgentSettings
 from atlas.launch.coordinator import RunCallbacks
-from atlas.launch.multi_dc import COORDINATOR, _coordinator, coordinated, train_here
+from atlas.launch.multi_dc import COORDINATOR, coordinated, make_coordinator, train_here
 from atlas.launch.prepared_job import prepare_job
 from atlas.launch.supervisor import RestartPolicy
 from atlas.launch.train_options import TrainOptions
@@ -174,7 +174,7 @@ def run_datacenters(
         while True:
             callbacks = RunCallbacks(run.said.append, crash, started, route)
             try:
-                coordinator = _coordinator(prepare_job(job, options), options, apart, callbacks, Security(), folder)
+                coordinator = make_coordinator(prepare_job(job, options), options, apart, callbacks, Security(), folder)
                 run.codes["coordinator"] = coordinated(coordinator, callbacks)
                 return
             except CrashError:

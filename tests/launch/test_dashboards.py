@@ -138,7 +138,7 @@ def test_prometheus_answers_every_query_about_a_real_run(tmp_path: Path) -> None
     pytest.importorskip("bubbletea.serve.metrics", reason="needs the extra `serve`")
     subprocess.run(["promtool", "check", "rules", str(MONITORING / "alerts.yml")], check=True, capture_output=True)
     training, service, port = free_port(), free_port(), free_port()
-    meeting, slower = str(tmp_path / "service"), ["--slower", "3"]
+    services, slower = str(tmp_path / "service"), ["--slower", "3"]
     targets = [f"127.0.0.1:{training}", f"127.0.0.1:{service}"]
     config = {
         "global": {"scrape_interval": "1s"},
@@ -150,8 +150,8 @@ def test_prometheus_answers_every_query_about_a_real_run(tmp_path: Path) -> None
         "training": [sys.executable, "-m", "atlas", "train", JOB, "--emulate", "--steps", "10000", "--no-bar"],
         "prometheus": ["prometheus", f"--config.file={tmp_path / 'prometheus.yml'}"],
     }
-    commands["service"] += [*slower, "--folder", meeting]
-    commands["training"] += [*slower, "--filler", "bubbletea", "--filler-folder", meeting]
+    commands["service"] += [*slower, "--folder", services]
+    commands["training"] += [*slower, "--filler", "bubbletea", "--filler-folder", services]
     commands["training"] += ["--metrics-port", str(training)]
     commands["prometheus"] += [f"--storage.tsdb.path={tmp_path / 'data'}", f"--web.listen-address=127.0.0.1:{port}"]
     with contextlib.ExitStack() as stack:

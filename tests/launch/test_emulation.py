@@ -17,7 +17,7 @@ from atlas.ir.timeline import Timeline
 from atlas.launch import clocks, run_monitor
 from atlas.launch.checkpoint_folders import find_checkpoints, first_step
 from atlas.launch.emulate import Emulation, EmulationSettings, emulate
-from atlas.launch.measured import Records, RunClock, with_norm
+from atlas.launch.measured import RunClock, WorkerRecords, with_norm
 from atlas.launch.report.events import OnStep, StepEvent
 from atlas.launch.smoke import smoke_program
 from atlas.launch.worker_processes import WorkerGroup
@@ -70,7 +70,7 @@ def test_clocks_that_differ_by_seconds_are_aligned(monkeypatch: pytest.MonkeyPat
 
 def test_the_work_of_a_filler_is_in_the_timeline_as_prefill() -> None:
     program, costs = smoke_program()
-    records = Records(program)
+    records = WorkerRecords(program)
     for worker in range(program.num_workers):
         num_ops = len(program.ops(worker))
         empty = {"losses": [], "ready_ns": [], "start_ns": [], "arrive_ns": []}

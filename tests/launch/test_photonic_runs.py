@@ -25,7 +25,7 @@ from atlas.launch.rails import RailControl, RailCosts, RailSettings
 from atlas.launch.supervisor import RestartPolicy, run_with_restarts
 from atlas.launch.worker_processes import WorkerGroup
 from atlas.runtime.assignment import stand_in
-from atlas.runtime.wiring import all_roles
+from atlas.runtime.topology import all_roles
 from atlas.schedules.classic import one_f_one_b
 from atlas.sim import simulate
 

@@ -17,11 +17,11 @@ from atlas.launch import preflight
 from atlas.launch.emulate import EmulationSettings
 from atlas.launch.multi_dc import num_workers_of
 from atlas.launch.preflight import (
-    LauncherRoom,
+    LauncherMemory,
     WorkerNeed,
     layers_of,
-    require_room,
-    require_room_together,
+    require_memory,
+    require_memory_together,
     state_of,
     worker_needs,
 )
@@ -34,7 +34,7 @@ from atlas.runtime.models.config import gpt
 from atlas.runtime.models.decoder import Decoder, cuts
 from atlas.runtime.models.sizes import layer_sizes
 from atlas.runtime.recipe import LearningRate, OptimizerSettings
-from atlas.runtime.wiring import WorkerRole
+from atlas.runtime.topology import WorkerRole
 from atlas.schedules.classic import one_f_one_b
 from atlas.spec import load_job
 
@@ -88,10 +88,10 @@ def test_host_memory_is_refused_before_a_worker_starts(monkeypatch: pytest.Monke
     needs = [WorkerNeed(state=100, activations=50, received=60, snapshot=20)] * 2
     enough = 2 * (100 + 60 + 20 + preflight.WORKER_BYTES)
     monkeypatch.setattr(preflight, "free_bytes", lambda: enough)
-    require_room(needs, "cpu")
+    require_memory(needs, "cpu")
     monkeypatch.setattr(preflight, "free_bytes", lambda: enough - 1)
     with pytest.raises(AtlasError, match=r"the model does not fit: .* free on this host, for 2 worker"):
-        require_room(needs, "cpu")
+        require_memory(needs, "cpu")
     started = list[object]()
     monkeypatch.setattr("atlas.launch.rehearse.emulate", lambda *args, **kwargs: started.append(args))
     monkeypatch.setattr(preflight, "free_bytes", lambda: 1 << 30)
@@ -103,22 +103,22 @@ def test_host_memory_is_refused_before_a_worker_starts(monkeypatch: pytest.Monke
 def test_launchers_on_one_machine_are_added_up() -> None:
     needs = [WorkerNeed(state=100, activations=50, received=60, snapshot=20)]
     each = 100 + 60 + 20 + preflight.WORKER_BYTES
-    east, west = (LauncherRoom(name, needs, "cpu", "boot/1", 2 * each - 1) for name in ("east", "west"))
+    east, west = (LauncherMemory(name, needs, "cpu", "boot/1", 2 * each - 1) for name in ("east", "west"))
     with pytest.raises(AtlasError, match=r"does not fit: .* free on the host of east, west, for 2 workers"):
-        require_room_together([east, west])
-    require_room_together([east, west._replace(free_bytes=2 * each)])
-    require_room_together([east, west._replace(memory="boot/2")])  # another machine, or a container of its own
-    require_room_together([east, west._replace(memory="")])
-    require_room_together([east, west._replace(needs=[])])  # it keeps copies of checkpoints only
+        require_memory_together([east, west])
+    require_memory_together([east, west._replace(free_bytes=2 * each)])
+    require_memory_together([east, west._replace(memory="boot/2")])  # another machine, or a container of its own
+    require_memory_together([east, west._replace(memory="")])
+    require_memory_together([east, west._replace(needs=[])])  # it keeps copies of checkpoints only
 
 
 def test_launchers_that_share_a_gpu_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
     needs = [WorkerNeed(state=100, activations=50, received=0, snapshot=0)]
     monkeypatch.setattr("atlas.runtime.hardware.smallest_gpu_bytes", lambda: 299)
-    require_room(needs, "cuda:0")
+    require_memory(needs, "cuda:0")
     with pytest.raises(AtlasError, match=r"of cuda:0 for 2 worker"):
-        require_room(needs, "cuda:0", beside=needs)
-    east, west = (LauncherRoom(name, needs, "cuda:0", "boot/1", None) for name in ("east", "west"))
+        require_memory(needs, "cuda:0", beside=needs)
+    east, west = (LauncherMemory(name, needs, "cuda:0", "boot/1", None) for name in ("east", "west"))
     assert east.shares_gpu(west)
     assert not east.shares_gpu(west._replace(device="cuda:1"))
     assert not east.shares_gpu(west._replace(memory="boot/2"))

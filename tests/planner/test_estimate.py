@@ -15,10 +15,10 @@ from plan_jobs import job_of, random_job
 from atlas.cost.cluster_arrays import cluster_arrays
 from atlas.errors import InfeasibleError
 from atlas.planner.candidate import Candidate, Group
-from atlas.planner.groups import deal
+from atlas.planner.estimated_candidates import single_groups, useful_replicas
+from atlas.planner.group_set_estimates import deal
 from atlas.planner.judge import judge
 from atlas.planner.objective import Objective
-from atlas.planner.pool import single_groups, useful_replicas
 from atlas.planner.regions import several_groups
 from atlas.planner.run import start
 from atlas.planner.shapes import compositions

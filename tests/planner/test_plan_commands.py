@@ -125,14 +125,14 @@ def test_an_interrupt_prints_the_best_plan_so_far(
 ) -> None:
     from atlas.planner import search
 
-    real, calls = search.simulate_whole, iter(range(100))
+    real, calls = search.simulate_plan, iter(range(100))
 
-    def simulate_whole(*args: Any, **named: Any) -> object:
+    def simulate_plan(*args: Any, **named: Any) -> object:
         if next(calls) == 3:
             raise KeyboardInterrupt
         return real(*args, **named)
 
-    monkeypatch.setattr(search, "simulate_whole", simulate_whole)
+    monkeypatch.setattr(search, "simulate_plan", simulate_plan)
     assert cli.main(["plan", TINY]) == 0
     found = capsys.readouterr()
     assert "interrupted" in found.err

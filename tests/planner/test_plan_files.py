@@ -15,23 +15,23 @@ from atlas.planner.files import candidate_of, plan_of
 from atlas.planner.judge import judge
 from atlas.planner.objective import Objective
 from atlas.planner.report import front, rows, scene
-from atlas.planner.run import Planned, finished, make_plan, start
+from atlas.planner.run import SearchResult, finished, make_plan, start
 from atlas.spec.plan import Plan, load_job_or_plan, plan_text
 from atlas.view.map import plan_page
 from atlas.view.places import PANEL, map_places
 
 
 @pytest.fixture(scope="module")
-def planned() -> Planned:
+def planned() -> SearchResult:
     return make_plan(job_of(), tries=10)
 
 
 @pytest.fixture(scope="module")
-def text(planned: Planned) -> str:
+def text(planned: SearchResult) -> str:
     return plan_text(plan_of(planned))
 
 
-def test_a_plan_survives_the_file(planned: Planned, text: str, tmp_path: Path) -> None:
+def test_a_plan_survives_the_file(planned: SearchResult, text: str, tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     path.write_text(text)
     job, plan = load_job_or_plan(path)
@@ -117,19 +117,19 @@ def test_a_plan_for_another_runtime_says_that_it_is_not_runnable() -> None:
     assert "megatron" in plan_of(make_plan(job.model_copy(update={"runtime": "megatron"}), tries=0)).runnable
 
 
-def test_the_report_names_a_reason_for_every_rival(planned: Planned) -> None:
+def test_the_report_names_a_reason_for_every_rival(planned: SearchResult) -> None:
     found = rows(planned)
     assert found[0]["lost"] == ""
     assert all(row["lost"] for row in found[1:])
 
 
-def test_the_front_has_no_plan_that_another_beats_in_both(planned: Planned) -> None:
+def test_the_front_has_no_plan_that_another_beats_in_both(planned: SearchResult) -> None:
     points = [(j.figures.iteration_s, j.figures.usd_per_iteration) for j in front(planned)]
     for s, usd in points:
         assert not any(o != (s, usd) and o[0] <= s and o[1] <= usd for o in points)
 
 
-def test_the_page_stands_alone_and_shows_every_datacenter(planned: Planned) -> None:
+def test_the_page_stands_alone_and_shows_every_datacenter(planned: SearchResult) -> None:
     page = plan_page(scene(planned), notes=["<note>"])
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "").replace("http-equiv", "")
     assert "<script" not in page

@@ -14,7 +14,6 @@ from atlas.api import PlanSearch, plan
 from atlas.errors import AtlasError, SpecError
 from atlas.planner import breakeven
 from atlas.planner.breakeven import break_even, changed_links
-from atlas.planner.candidate import kind_of
 from atlas.planner.families import Families, find_families
 from atlas.planner.objective import Objective
 from atlas.planner.report import distinct, rows
@@ -39,7 +38,7 @@ def test_the_best_of_a_family_is_as_good_as_simulating_all_of_it(seed: int) -> N
     job = random_job(seed)
     found = families_of(job)
     for kind, judged in found.best.items():
-        assert kind_of(judged.candidate) == kind
+        assert judged.candidate.kind == kind
         every = start(job, Objective(), kind=kind)
         explore(every, "exhaustive")
         assert every.best is not None
@@ -99,7 +98,7 @@ def test_break_even_is_between_what_wins_and_what_loses(slow: Families) -> None:
     for factor, wins in ((0.9, False), (1.1, True)):
         changed = changed_links(job_of(), gbps=factor * edge / 5.0)
         best = make_plan(changed, tries=0)
-        assert (kind_of(best.winner.candidate) != "one") is wins
+        assert (best.winner.candidate.kind != "one") is wins
     assert "Gbit/s per node pair on (now 5)" in answers["bandwidth"].text
     assert "egress: does not change the speed" in answers["egress"].text
 

@@ -10,7 +10,7 @@ from atlas.evaluate import evaluate
 from atlas.planner.change import changed, parse_sweep
 from atlas.planner.files import plan_of
 from atlas.planner.run import make_plan
-from atlas.planner.whatif import Asked, marginals, percentiles, spread, sweep
+from atlas.planner.whatif import WhatIfSimulator, marginals, percentiles, spread, sweep
 
 
 def test_sweeps_are_read() -> None:
@@ -32,14 +32,14 @@ def test_a_sweep_without_sense_is_refused(text: str) -> None:
 
 
 def test_a_faster_wan_is_never_slower() -> None:
-    points = sweep(Asked(job_of()), parse_sweep("cluster.wan.pair_gbps=1,2,5,20"))
+    points = sweep(WhatIfSimulator(job_of()), parse_sweep("cluster.wan.pair_gbps=1,2,5,20"))
     times = [point.iteration_s for point in points]
     assert times == sorted(times, reverse=True)
 
 
 def test_a_point_of_a_sweep_is_what_simulate_gives() -> None:
     job = job_of(pipelines_per_cell=2)
-    points = sweep(Asked(job), parse_sweep("cluster.wan.latency_ms=5,40"))
+    points = sweep(WhatIfSimulator(job), parse_sweep("cluster.wan.latency_ms=5,40"))
     for point in points:
         changed_job = changed(job, "cluster.wan.latency_ms", point.value)
         assert point.iteration_s == pytest.approx(evaluate(changed_job, "atlas").row()["iteration_s"], rel=1e-12)
@@ -55,16 +55,18 @@ def test_a_point_with_several_stages_per_worker_is_what_simulate_gives() -> None
     job = job_of(cluster=cluster, model=model, num_microbatches=6, recompute=False, tp=2)
     result = evaluate(job, "atlas")
     assert result.single.program.num_stages == 8
-    assert Asked(job).judged(job).figures.iteration_s == pytest.approx(result.row()["iteration_s"], rel=1e-12)
+    assert WhatIfSimulator(job).judged(job).figures.iteration_s == pytest.approx(result.row()["iteration_s"], rel=1e-12)
 
 
 def test_a_plan_asked_for_its_own_value_has_its_predicted_figure() -> None:
     plan = plan_of(make_plan(job_of(), tries=30))
-    assert Asked(plan.job, plan).judged(plan.job).figures.iteration_s == pytest.approx(plan.predicted.iteration_s)
+    assert WhatIfSimulator(plan.job, plan).judged(plan.job).figures.iteration_s == pytest.approx(
+        plan.predicted.iteration_s
+    )
 
 
 def test_what_cannot_run_leaves_a_gap_with_the_reason() -> None:
-    points = sweep(Asked(job_of()), parse_sweep("cluster.datacenters.east.nodes=4,1"))
+    points = sweep(WhatIfSimulator(job_of()), parse_sweep("cluster.datacenters.east.nodes=4,1"))
     assert points[0].iteration_s is not None
     assert points[1].iteration_s is None
     assert "GPUs" in points[1].note
@@ -72,7 +74,7 @@ def test_what_cannot_run_leaves_a_gap_with_the_reason() -> None:
 
 def test_a_misspelt_key_is_an_error() -> None:
     with pytest.raises(SpecError, match="unknown key"):
-        sweep(Asked(job_of()), parse_sweep("cluster.wan.pair_gbs=1"))
+        sweep(WhatIfSimulator(job_of()), parse_sweep("cluster.wan.pair_gbs=1"))
 
 
 def test_a_datacenter_is_lost_or_added() -> None:
@@ -81,7 +83,7 @@ def test_a_datacenter_is_lost_or_added() -> None:
     assert [dc.name for dc in changed(job, "add", "east").cluster.datacenters] == ["east", "east-2", "west"]
     twice = changed(changed(job, "add", "east"), "add", "east")
     assert [dc.name for dc in twice.cluster.datacenters] == ["east", "east-3", "east-2", "west"]
-    again = sweep(Asked(job, replan=True), parse_sweep("lose=none,east"))
+    again = sweep(WhatIfSimulator(job, replan=True), parse_sweep("lose=none,east"))
     assert again[0].iteration_s is not None
     assert again[1].iteration_s is not None
     assert again[1].note.startswith("west")
@@ -91,13 +93,13 @@ def test_a_datacenter_is_lost_or_added() -> None:
 
 def test_a_plan_stays_where_it_is() -> None:
     plan = plan_of(make_plan(job_of(), tries=1))
-    asked = Asked(plan.job, plan)
+    asked = WhatIfSimulator(plan.job, plan)
     now = asked.judged(plan.job)
     assert now.candidate.where() == asked.judged(changed(plan.job, "cluster.wan.latency_ms", 200)).candidate.where()
 
 
 def test_a_job_with_several_stages_a_worker_is_asked_with_one() -> None:
-    plain, interleaved = (Asked(job_of(interleave=k, pipelines_per_cell=2)) for k in (1, 2))
+    plain, interleaved = (WhatIfSimulator(job_of(interleave=k, pipelines_per_cell=2)) for k in (1, 2))
     assert interleaved.judged(interleaved.job).figures == plain.judged(plain.job).figures
 
 
@@ -105,11 +107,11 @@ def test_the_bottleneck_is_what_helps_most() -> None:
     slow = job_of(
         cluster={**job_of().cluster.model_dump(exclude_none=True), "wan": {"latency_ms": 1.0, "pair_gbps": 0.2}}
     )
-    _, found = marginals(Asked(slow))
+    _, found = marginals(WhatIfSimulator(slow))
     assert found[0].key == "cluster.wan.pair_gbps"
     assert found[0].saves_s > 0
     _, found = marginals(
-        Asked(
+        WhatIfSimulator(
             job_of(
                 cluster={
                     **job_of().cluster.model_dump(exclude_none=True),
@@ -122,7 +124,7 @@ def test_the_bottleneck_is_what_helps_most() -> None:
 
 
 def test_random_networks_have_percentiles_and_a_seed() -> None:
-    asked = Asked(job_of())
+    asked = WhatIfSimulator(job_of())
     times = spread(asked, 12, wan=0.3, compute=0.0, seed=1).times_s
     assert times == spread(asked, 12, wan=0.3, compute=0.0, seed=1).times_s
     assert len(set(times)) > 1

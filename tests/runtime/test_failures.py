@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -67,7 +68,7 @@ def test_unsupported_costs_are_an_error_before_the_start() -> None:
     shared = uniform_costs(2, 2, costs.compute_ns[0, 0], wan_boundaries=(0,), wan_ns=1, sharing=True)
     with pytest.raises(ProgramError, match="do not agree on whether pipelines take turns"):
         require_emulable(program, shared)
-    overlapping = uniform_costs(2, 2, costs.compute_ns[0, 0], wan_boundaries=(0,), wan_ns=1, servers=4)
+    overlapping = replace(costs, links=tuple(replace(link, servers=4) for link in costs.links))
     with pytest.raises(ProgramError, match="serves several transfers at once"):
         require_emulable(program, overlapping)
 

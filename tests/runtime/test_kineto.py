@@ -19,7 +19,7 @@ from atlas.evidence.rank_trace import read_rank
 from atlas.launch.kineto_merge import merge_traces
 from atlas.runtime.kineto import FOLDER, LAST_STEPS, STEPS, KinetoRecorder
 from atlas.runtime.messages import MessageWriter
-from atlas.runtime.process import _says_alive
+from atlas.runtime.process import says_alive
 
 
 def train(recorder: KinetoRecorder, num_steps: int) -> None:
@@ -64,7 +64,7 @@ def test_the_launcher_gets_a_message_if_a_trace_takes_long(monkeypatch: pytest.M
             assert message == {"waits_for": "p0.s1 writes"}
             heard.set()
 
-    with _says_alive(Out(io.StringIO()), "p0.s1 writes"):
+    with says_alive(Out(io.StringIO()), "p0.s1 writes"):
         assert heard.wait(60)
 
 

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from atlas.errors import AtlasError
 from atlas.runtime import compiling
-from atlas.runtime.compiling import TRACED
 from atlas.runtime.models.config import DecoderConfig, gpt
 from atlas.runtime.models.decoder import TIED_EMBEDDING, TIED_HEAD, LayerRange, build, loss_of
 from atlas.runtime.models.task import DecoderTask
@@ -31,6 +30,8 @@ QWEN = DecoderConfig(
     max_length=8, qk_norm=True, tied=True,
 )  # fmt: skip
 MODELS = {"gpt with dropout": GPT, "tied qwen3": QWEN}
+TRACED = "aot_eager"
+"""A backend of torch's compiler that only traces."""
 
 
 def microbatch(slot: int, pipeline: int) -> tuple[Tensor, Tensor]:
@@ -243,7 +244,7 @@ def test_the_compiler_is_imported_while_a_stage_is_built(monkeypatch: pytest.Mon
     monkeypatch.setattr(compiling, "MODULES", ("no_such_module", "colorsys"))
     monkeypatch.setattr(compiling, "_loading", [])
     monkeypatch.delitem(sys.modules, "colorsys", raising=False)
-    compiling.load_ahead(compiling.TRACED)
+    compiling.load_ahead(TRACED)
     assert not compiling._loading, "only for kernels"
     compiling.load_ahead(compiling.INDUCTOR)
     compiling.compiler(compiling.INDUCTOR)

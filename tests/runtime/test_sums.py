@@ -25,12 +25,12 @@ from atlas.runtime.flat import FlatParameters
 from atlas.runtime.flat_layout import ALIGNMENT
 from atlas.runtime.links import WorkerLinks
 from atlas.runtime.models.config import DecoderConfig
-from atlas.runtime.pipeline_group import PipelineGroup, Software, require_same
+from atlas.runtime.pipeline_group import PipelineGroup, RankSoftware, require_same
 from atlas.runtime.recipe import LearningRate, OptimizerSettings
 from atlas.runtime.stage_set import StageSet
 from atlas.runtime.sync import GradientSync
+from atlas.runtime.topology import WorkerRole
 from atlas.runtime.waits import Pending
-from atlas.runtime.wiring import WorkerRole
 from atlas.schedules.classic import interleaved, one_f_one_b
 from atlas.wan.transport.base import Handle
 
@@ -171,13 +171,16 @@ def test_gradients_that_do_not_come_off_the_device_are_an_error_in_time() -> Non
 @pytest.mark.parametrize(
     ("other", "says"),
     [
-        (Software("b", "2.13.0", "2.28.9"), "a has torch 2.11.0 with NCCL 2.28.9, b has torch 2.13.0 with NCCL 2.28.9"),
-        (Software("b", "2.11.0", "2.27.5"), "b has torch 2.11.0 with NCCL 2.27.5"),
-        (Software("b", "2.11.0", ""), "b has torch 2.11.0\\. "),
+        (
+            RankSoftware("b", "2.13.0", "2.28.9"),
+            "a has torch 2.11.0 with NCCL 2.28.9, b has torch 2.13.0 with NCCL 2.28.9",
+        ),
+        (RankSoftware("b", "2.11.0", "2.27.5"), "b has torch 2.11.0 with NCCL 2.27.5"),
+        (RankSoftware("b", "2.11.0", ""), "b has torch 2.11.0\\. "),
     ],
 )
-def test_other_versions_in_a_datacenter_are_refused_with_both_hosts(other: Software, says: str) -> None:
-    first = Software("a", "2.11.0", "2.28.9")
+def test_other_versions_in_a_datacenter_are_refused_with_both_hosts(other: RankSoftware, says: str) -> None:
+    first = RankSoftware("a", "2.11.0", "2.28.9")
     require_same(first, first._replace(host="c"))
     with pytest.raises(AtlasError, match=says):
         require_same(first, other)

@@ -12,7 +12,7 @@ from atlas.runtime.assignment import Assignment, DataChoice, ModelChoice, Traini
 from atlas.runtime.links import WorkerLinks
 from atlas.runtime.models.config import gpt
 from atlas.runtime.recipe import LearningRate, OptimizerSettings
-from atlas.runtime.wiring import CONTROL, GRADIENTS, WorkerRole
+from atlas.runtime.topology import CONTROL, GRADIENTS, WorkerRole
 from atlas.schedules.classic import one_f_one_b
 from atlas.wan.transport.shared_channel import SharedChannel
 

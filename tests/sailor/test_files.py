@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from sailor_samples import write_inputs
 
+from atlas.commands.plan_sailor import main
 from atlas.errors import InfeasibleError, SpecError
 from atlas.planner.objective import Objective
-from atlas.sailor.candidates import PlacedOutline
+from atlas.sailor.candidates import SailorCandidate
 from atlas.sailor.check import check, fits_nodes
 from atlas.sailor.inputs import read_inputs
 from atlas.sailor.plan_file import Replica, SailorPlan, as_document, read_plan, write_plan
-from atlas.sailor.run import main
 from atlas.sailor.search import SailorSearch, search
 
 COUNTS = {"X-40_east-a": 4, "X-40_west-a": 4}
@@ -164,7 +164,7 @@ def test_an_interrupted_search_gives_the_best_plan_so_far(tmp_path: Path, monkey
     inputs = read_inputs(tmp_path, write_inputs(tmp_path, COUNTS), "toy")
     whole, calls = SailorSearch._keep, []
 
-    def impatient(self: SailorSearch, candidate: PlacedOutline) -> None:
+    def impatient(self: SailorSearch, candidate: SailorCandidate) -> None:
         calls.append(candidate)
         if len(calls) > 3:
             raise KeyboardInterrupt

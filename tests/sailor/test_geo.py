@@ -1,4 +1,4 @@
-"""Random clusters of several regions: bounds that hold, placements within their room, and little to look at."""
+"""Random clusters of several regions: bounds hold, placements use GPUs that exist, and few candidates are examined."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import pytest
 from sailor_samples import write_inputs
 
 from atlas.planner.objective import Objective
-from atlas.sailor.candidates import Expansion, PlacedOutline
+from atlas.sailor.candidates import OutlinePlacer, SailorCandidate
 from atlas.sailor.check import check
 from atlas.sailor.inputs import Inputs, read_inputs
-from atlas.sailor.outlines import Sketch
+from atlas.sailor.lower_bounds import OutlineGenerator
+from atlas.sailor.placements import team_structures
 from atlas.sailor.search import SailorSearch, search
-from atlas.sailor.shapes import team_structures
 from atlas.sailor.tables import Floats, SailorTables
 
 GEO = Path(__file__).parents[2] / "bench" / "common" / "geo.py"
@@ -51,17 +51,17 @@ def seconds_only(seconds: Floats, usd_per_s: Floats, egress_usd: Floats) -> Floa
     return seconds
 
 
-def every_candidate(tables: SailorTables) -> list[tuple[float, PlacedOutline]]:
+def every_candidate(tables: SailorTables) -> list[tuple[float, SailorCandidate]]:
     """Each outline's candidates, beside the outline's bound, with nothing ruled out."""
     found = []
-    sketch = Sketch(tables)
-    for kind in (sketch.even, sketch.stepped):
+    generator = OutlineGenerator(tables)
+    for kind in (generator.even, generator.stepped):
         outlines, _ = kind(seconds_only, INFINITE)
         for index in range(0, len(outlines.columns), 7):
             one = outlines.take(np.array([index]))
-            expansion = Expansion(tables, one, seconds_only)
-            expansion.least = np.zeros_like(expansion.least)
-            for candidate in expansion.candidates(team_structures(tables), lambda: INFINITE):
+            placer = OutlinePlacer(tables, one, seconds_only)
+            placer.least = np.zeros_like(placer.least)
+            for candidate in placer.candidates(team_structures(tables), lambda: INFINITE):
                 found.append((float(one.bound_s.min()), candidate))
     return found
 
@@ -76,7 +76,7 @@ def test_no_placement_is_faster_than_the_bound_of_its_outline(seed: int, tmp_pat
         assert bound_s <= candidate.about_s * (1 + 1e-9)
 
 
-def test_placements_keep_within_the_room_of_their_clusters(tmp_path: Path) -> None:
+def test_placements_keep_within_the_gpus_of_their_clusters(tmp_path: Path) -> None:
     tables = SailorSearch(toy(tmp_path, 1), Objective())._tables(1)
     for _, candidate in every_candidate(tables):
         tps = candidate.outline.tps["X-40"]
@@ -86,7 +86,7 @@ def test_placements_keep_within_the_room_of_their_clusters(tmp_path: Path) -> No
             assert all(a != b for (a, _), (b, _) in pairwise(row))
             for cluster, count in row:
                 used[cluster] += tp * count
-        assert all(used[cluster] <= tables.rooms[cluster] for cluster in used)
+        assert all(used[cluster] <= tables.cluster_gpus[cluster] for cluster in used)
         assert candidate.ends[-1] == tables.num_layers
 
 
@@ -115,7 +115,7 @@ def test_the_generator_keeps_its_ranges_and_its_seeds() -> None:
 CASES = [
     (10, "GPT-Neo-2.7", 6.82),  # six regions; a good order of them makes a short gradient ring
     (11, "GPT-Neo-2.7", 12.35),  # counts that do not fill their nodes
-    (20, "OPT-350", 3.164),  # the winner is third before it is polished
+    (20, "OPT-350", 3.164),  # the winner is third before its layers are moved
 ]
 
 

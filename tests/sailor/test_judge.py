@@ -11,11 +11,11 @@ from sailor_samples import write_inputs
 from atlas.sailor.events import simulated
 from atlas.sailor.inputs import Inputs, read_inputs
 from atlas.sailor.judge import PlanJudge, all_reduce_s, combined_comm_s, judge, stage_memory_bytes
-from atlas.sailor.links import Fit
+from atlas.sailor.links import BandwidthFit
 from atlas.sailor.money import money
 from atlas.sailor.plan_file import Replica, SailorPlan
 
-FLAT = Fit(0.0, 0.0, 2.0, 0.02)
+FLAT = BandwidthFit(0.0, 0.0, 2.0, 0.02)
 """2 GB/s whatever the size."""
 
 
@@ -73,7 +73,7 @@ def test_memory_counts_state_activations_in_flight_and_what_is_reserved(tmp_path
 
 
 def test_a_fit_that_goes_negative_is_clamped_and_reported(tmp_path: Path) -> None:
-    fit = Fit(0.0, 0.5, 1.0, 0.05)
+    fit = BandwidthFit(0.0, 0.5, 1.0, 0.05)
     assert fit.raw_gb_per_s(1e5) < 0
     assert fit.seconds(1e5) == pytest.approx(1e5 / 1e9 / 0.05)
     assert fit.clamped(1e5)

@@ -82,7 +82,7 @@ def _sized(inputs: Inputs, mbs: int, num_stages: int, num_columns: int) -> Itera
 
 def _grids(inputs: Inputs, columns: list[tuple[Replica, ...]], num: int) -> Iterator[tuple[tuple[Replica, ...], ...]]:
     """Sequences of columns that the counts allow. Equal columns stand together, which never lengthens a ring."""
-    room = {pool.end: pool.num_gpus for pool in inputs.pools}
+    num_gpus = {pool.zone_gpu: pool.num_gpus for pool in inputs.pools}
 
     def grow(
         chosen: tuple[tuple[Replica, ...], ...], left: dict[object, int]
@@ -95,8 +95,8 @@ def _grids(inputs: Inputs, columns: list[tuple[Replica, ...]], num: int) -> Iter
                 continue
             rest = dict(left)
             for replica in column:
-                rest[replica.end] -= replica.tp
+                rest[replica.zone_gpu] -= replica.tp
             if min(rest.values()) >= 0:
                 yield from grow((*chosen, column), rest)
 
-    yield from grow((), dict(room))
+    yield from grow((), dict(num_gpus))

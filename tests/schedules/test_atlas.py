@@ -8,6 +8,7 @@ from math import prod
 
 import pytest
 from exact_optimum import optimum
+from trunks import trunk_costs
 
 from atlas.cost.table import kind_costs, lower_bound, uniform_costs
 from atlas.ir.assemble import check
@@ -32,7 +33,7 @@ def setting_of(
     per_kind = kind_costs(forward_ns=60 * MS, input_ns=60 * MS, weight_ns=60 * MS, recompute_ns=60 * MS * recompute)
     crossings = (num_stages // 3 - 1, 2 * num_stages // 3 - 1)
     apart, turns = (
-        uniform_costs(
+        trunk_costs(
             num_pipelines, num_stages, per_kind, lan_ns=MS, wan_boundaries=crossings, wan_ns=round(wan * 60 * MS),
             wan_latency_ns=40 * MS, sharing=sharing, trunk_pairs=trunk_pairs,
         )
@@ -82,7 +83,7 @@ def test_a_larger_budget_is_never_worse():
 
 def test_the_search_finds_orders_that_no_fixed_priority_gives():
     setting = setting_of(3, 12, 2, 3, budget=2000)
-    rules_only = search(setting, Family(splits=(True, False), sharings=(True, False)), stop_ns=10**18)
+    rules_only = search(setting, Family(splits=(True, False), sharings=(True, False)), stop_ns=10**18)[-1]
     assert time_of(setting, atlas(setting)) < rules_only.makespan_ns
 
 
@@ -133,7 +134,7 @@ def against_the_optimum(
     # With one way only to use the links both sides face the same problem: turns, never interrupted.
     setting = Setting(layout, turns, turns, Memory(cap), recompute=recompute, budget=600)
     ours = time_of(setting, atlas(setting))
-    searched = search(setting, Family(splits=(True, False), sharings=(True, False))).makespan_ns
+    searched = search(setting, Family(splits=(True, False), sharings=(True, False)))[-1].makespan_ns
     solved = [
         optimum(layout, turns, cap=cap, recompute=recompute, split=split, seconds=20.0, upper_ns=2 * ours)
         for split in (True, False)
@@ -149,7 +150,7 @@ def against_the_optimum(
 def link_limited(num_pipelines: int, *, sharing: bool, trunk_pairs: float | None) -> int:
     """Time for GPipe's forwards and backwards over a link so slow that only its bandwidth counts."""
     layout = Layout.even(num_pipelines, 2, 48, 2)
-    costs = uniform_costs(
+    costs = trunk_costs(
         num_pipelines, 2, kind_costs(forward_ns=MS, backward_ns=2 * MS), wan_boundaries=(0,), wan_ns=400 * MS,
         sharing=sharing, trunk_pairs=trunk_pairs,
     )  # fmt: skip

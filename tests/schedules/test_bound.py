@@ -9,6 +9,7 @@ from exact_optimum import optimum
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_jobs import costs_for, programs
+from trunks import trunk_costs
 
 from atlas.cost.table import Costs, kind_costs, lower_bound, uniform_costs
 from atlas.errors import AtlasError
@@ -105,6 +106,6 @@ def test_the_exact_optimum_of_one_stage_is_its_work_and_1f1b_is_optimal_without_
 
 def test_the_exact_optimum_says_what_is_outside_its_model():
     pytest.importorskip("ortools")
-    costs = uniform_costs(2, 2, kind_costs(forward_ns=1, backward_ns=2), wan_boundaries=(0,), wan_ns=4, trunk_pairs=1.0)
+    costs = trunk_costs(2, 2, kind_costs(forward_ns=1, backward_ns=2), wan_boundaries=(0,), wan_ns=4, trunk_pairs=1.0)
     with pytest.raises(AtlasError, match="private and turn-taking links of constant rate only"):
         optimum(Layout.even(2, 2, 2, 2), costs, cap=2, recompute=False, split=False)

@@ -6,8 +6,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_jobs import costs_for, programs, with_orders
+from trunks import trunk_costs
 
-from atlas.cost.table import FAIR, PRIVATE, TURNS, kind_costs, uniform_costs
+from atlas.cost.table import FAIR, PRIVATE, TURNS, kind_costs
 from atlas.errors import ProgramError
 from atlas.ir.assemble import repeated, with_optimizer
 from atlas.ir.program import Layout
@@ -41,7 +42,7 @@ def test_engines_agree_on_a_cell_of_four_pipelines_over_four_datacenters():
         forward_ns=10_000_000, backward_ns=20_000_000, recompute_ns=9_999_999, sync_ns=50_000_000, step_ns=7
     )
     for sharing, pairs in ((True, None), (False, None), (False, 2.5)):
-        costs = uniform_costs(
+        costs = trunk_costs(
             4, 16, per_kind, lan_ns=300_000, wan_boundaries=(3, 7, 11), wan_ns=40_000_000,
             wan_latency_ns=20_000_000, sharing=sharing, trunk_pairs=pairs,
         )  # fmt: skip

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trunks import trunk_costs
 
 from atlas.cost.table import MAX_NS, Trace, kind_costs, uniform_costs
 from atlas.errors import AtlasError, ProgramError
@@ -147,7 +148,7 @@ def test_an_order_that_was_played_runs_in_the_time_it_was_played_in_and_within_i
     layout = Layout.even(pipelines, stages, num_mb, min(2, stages))
     rule = Rule(recompute=data.draw(st.booleans()), split=data.draw(st.booleans()))
     sharing = data.draw(st.booleans())
-    costs = uniform_costs(
+    costs = trunk_costs(
         pipelines, stages, PER_KIND, lan_ns=int(rng.integers(0, 50)), wan_boundaries=(0,) if stages > 1 else (),
         wan_ns=int(rng.integers(1, 500)), wan_latency_ns=int(rng.integers(0, 100)), sharing=sharing,
         trunk_pairs=None if sharing else data.draw(st.sampled_from([None, 1.5])),

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from atlas.cost.memory import memory_rule
-from atlas.cost.price import layout, price
+from atlas.cost.price import layout_of, price
 from atlas.errors import AtlasError
 from atlas.spec import load_job, parse_job
 from atlas.spec.document import parse_yaml
@@ -68,7 +68,7 @@ def test_a_mutated_job_loads_and_prices_or_says_why(data: st.DataObject) -> None
         job = changed(job, keys, data.draw(SCALARS), action)
     with suppress(AtlasError):
         loaded = parse_job(job)
-        layout(loaded)
+        layout_of(loaded)
         memory_rule(loaded)
         for mode in ({"tcp": "one"}, {"tcp": "many"}, {"sharing": True}):
             costs = price(loaded, **mode)

@@ -107,7 +107,6 @@ def test_a_full_disk_means_no_snapshot(caplog: pytest.LogCaptureFixture) -> None
     snapshots, history = Snapshots(), grown([1.0])
     snapshots.consider(Box(works=False), history, 1)
     assert len(snapshots) == 0
-    assert snapshots.failures == 1
     assert "No space left" in caplog.text
 
 
@@ -133,7 +132,9 @@ class Brittle(Notebook):
         return Brittle(copy.state, self.executed, self.forks)
 
 
-def test_a_snapshot_that_vanished_is_replaced_by_replay(executed: list[str], forks: list[int]) -> None:
+def test_a_snapshot_that_vanished_is_replaced_by_replay(
+    executed: list[str], forks: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
     cache = Cache(tools=[Tool("read", "reads")], audit=0.0, snapshots=Snapshots(policy="always"))
 
     def play(ending: str) -> Any:
@@ -148,7 +149,7 @@ def test_a_snapshot_that_vanished_is_replaced_by_replay(executed: list[str], for
     executed.clear()
     assert play("d") == "a\nb\nd"
     assert executed == ["write a", "write b", "write d", "read"]
-    assert cache.snapshots.failures >= 1
+    assert "cannot be forked" in caplog.text
 
 
 def test_a_miss_forks_the_nearest_snapshot_and_replays_the_rest(executed: list[str], forks: list[int]) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+from trunks import trunk_costs
 
-from atlas.cost.table import kind_costs, uniform_costs
+from atlas.cost.table import kind_costs
 from atlas.ir.assemble import with_optimizer
 from atlas.ir.program import Layout
 from atlas.ir.timeline import Timeline
@@ -32,7 +33,7 @@ def job(
     program = replace(program, sharing=sharing)
     if optimizer:
         program = with_optimizer(program, norm=True)
-    costs = uniform_costs(
+    costs = trunk_costs(
         num_pipelines,
         num_stages,
         kind_costs(forward_ns=60 * MS, backward_ns=120 * MS, sync_ns=200 * MS, norm_ns=30 * MS, step_ns=20 * MS),

@@ -14,7 +14,7 @@ from atlas.errors import WorkerError
 from atlas.wan.congestion import inflight_limit
 from atlas.wan.congestion.inflight_limit import FIRST_BYTES, InflightLimit
 from atlas.wan.transport import inbox
-from atlas.wan.transport.base import Handle, Key, Loopback, Tag
+from atlas.wan.transport.base import Handle
 from atlas.wan.transport.inbox import ChunkBusyError, Inbox
 from atlas.wan.transport.message import Chunk
 from atlas.wan.transport.outbox import Outbox
@@ -235,18 +235,6 @@ def test_a_peer_that_sends_more_than_allowed_is_disconnected() -> None:
     box.claim(Cable(), FrameHeader(FrameKind.CHUNK, number=1, total_bytes=1900, num_bytes=4))
     with pytest.raises(WorkerError, match="more than the 1000 bytes"):
         box.claim(Cable(), FrameHeader(FrameKind.CHUNK, number=2, total_bytes=1900, num_bytes=4, tag=(1, 0, 0, 0)))
-
-
-def test_loopback_is_a_transport() -> None:
-    a, b = Loopback.network("a", "b")
-    tag: Tag = (1, 2, 3, 4)
-    got = b.recv(Key("a", 0, tag))
-    a.send(Key("b", 0, tag), b"hello", turn=3).wait(60)
-    assert got.wait(60) == b"hello"
-    assert a.sent == [(Key("b", 0, tag), 3)]
-    b.close()
-    with pytest.raises(WorkerError):
-        a.send(Key("b"), b"x").wait(60)
 
 
 @pytest.fixture

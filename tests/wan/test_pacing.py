@@ -9,7 +9,7 @@ import pytest
 
 from atlas.wan.cell_relay import paths
 from atlas.wan.cell_relay.paths import STAGED_SLICES, RelayPath, SliceSender
-from atlas.wan.cell_relay.slices import Note, NoteKind, RelaySlice
+from atlas.wan.cell_relay.slices import NoteKind, RelayNote, RelaySlice
 from atlas.wan.congestion.inflight_limit import LEAD_S, PACE, InflightLimit
 from atlas.wan.transport.base import Handle, Tag
 from atlas.wan.transport.inbox import FULL, SMALL, Inbox
@@ -167,7 +167,7 @@ def test_a_lost_slice_is_sent_again_but_not_one_that_waits_for_its_turn(
         source.departed(source.paths[0], [(1, handed[1][1])])
         until(handed, 4)
         assert set(handed[2:4]) == {(0, handed[0][1]), (1, handed[1][1])}
-        source.handle(Note(NoteKind.ACK, ("a", "c"), 0, ((1, handed[0][1], 0), (1, handed[1][1], 0))))
+        source.handle(RelayNote(NoteKind.ACK, ("a", "c"), 0, ((1, handed[0][1], 0), (1, handed[1][1], 0))))
         assert source.outbox.is_empty
     finally:
         source.close()

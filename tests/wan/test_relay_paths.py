@@ -11,7 +11,7 @@ import pytest
 
 from atlas.wan.cell_relay import paths
 from atlas.wan.cell_relay.paths import MOST_HOLD_S, RelayPath, SliceSender
-from atlas.wan.cell_relay.slices import Note, NoteKind, RelaySlice
+from atlas.wan.cell_relay.slices import NoteKind, RelayNote, RelaySlice
 from atlas.wan.transport import outbox as outbox_module
 from atlas.wan.transport.base import Handle
 from atlas.wan.transport.outbox import Outbox
@@ -94,7 +94,7 @@ class Ways:
     def _later(self, at: float, path: RelayPath, one: RelaySlice, kind: NoteKind) -> None:
         def notify() -> None:
             assert self.sender is not None
-            self.sender.handle(Note(kind, path.hops, 0, ((one.number, one.offset, path.index),)))
+            self.sender.handle(RelayNote(kind, path.hops, 0, ((one.number, one.offset, path.index),)))
 
         self.clock.at(at, notify)
 

@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atlas.errors import WorkerError
-from atlas.wan.cell_relay.slices import Note, NoteKind, RelaySlice, pack_note, pack_slice, unpack_note, unpack_slice
+from atlas.wan.cell_relay.slices import (
+    NoteKind,
+    RelayNote,
+    RelaySlice,
+    pack_note,
+    pack_slice,
+    unpack_note,
+    unpack_slice,
+)
 from atlas.wan.security.credentials import Protection
 from atlas.wan.transport.wire import (
     GREETING_BYTES,
@@ -64,7 +72,7 @@ def test_a_greeting_survives(
 def test_a_slice_survives(hops, turn: int, number: int, tag, payload: bytes, eager: bool) -> None:  # type: ignore[no-untyped-def]
     one = RelaySlice(tuple(hops), 3, turn, number, 10 + len(payload), 10, len(payload), tag, eager, 2)
     assert unpack_slice(memoryview(pack_slice(one, memoryview(payload)))) == (one, payload)
-    note = Note(NoteKind.ACK, tuple(hops), 3, ((number, 10, 0), (1, 2, 3)), 10, tag)
+    note = RelayNote(NoteKind.ACK, tuple(hops), 3, ((number, 10, 0), (1, 2, 3)), 10, tag)
     assert unpack_note(memoryview(pack_note(note))) == note
 
 

@@ -22,11 +22,11 @@ def test_a_plan_for_rough_weather_is_never_worse_at_its_percentile(tmp_path: Pat
     save_model(tmp_path / "a.path", PathModel(capacity, 80e6, 1e7, cross, cross > 0))
     stormy = override(job, [f"cluster.wan.model={tmp_path / 'a.path'}"])
     found = plan(stormy, tries=0, confidence=0.95, break_even=False)
-    said = found.found.confident
+    said = found.found.percentile_choice
     assert said is not None
     assert said.percentile_s <= said.constants_choice_s
     assert found.as_dict()["confidence"]["draws"] == said.draws
-    again = plan(stormy, tries=0, confidence=0.95, break_even=False).found.confident
+    again = plan(stormy, tries=0, confidence=0.95, break_even=False).found.percentile_choice
     assert again == said
 
 
@@ -47,6 +47,6 @@ def test_the_plan_by_constants_is_kept_unless_another_is_clearly_better(
     monkeypatch.setattr("atlas.planner.confidence.CLEARLY", 10.0)
     found = plan(stormy, tries=0, confidence=0.95, break_even=False).found
     assert found.winner.candidate == by_constants
-    assert found.confident is not None
-    assert not found.confident.changed
-    assert found.confident.percentile_s == found.confident.constants_choice_s
+    assert found.percentile_choice is not None
+    assert not found.percentile_choice.changed
+    assert found.percentile_choice.percentile_s == found.percentile_choice.constants_choice_s

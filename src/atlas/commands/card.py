@@ -23,6 +23,8 @@ from atlas.evidence.write_card import RunFacts, require_new, write_data_point
 from atlas.ir.store import load_timeline
 from atlas.spec.plan import Plan, load_job_or_plan, plan_text
 
+SHOWN = 4
+"""Metrics that are printed."""
 DEFAULT_STEPS = 7
 """Simulated: five count, because the first and the last are left out."""
 
@@ -47,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     if is_yaml and args.job is not None:
         raise AtlasError(f"--job is for a timeline file, and {args.source} is a plan or a job. Leave out --job")
     point = _simulated(args) if is_yaml else _recorded(args)
-    figures = [f"  {m.name}: {m.value:.6g} {m.unit}" for m in point.ccl[:4] if m.value is not None]
+    figures = [f"  {m.name}: {m.value:.6g} {m.unit}" for m in point.ccl[:SHOWN] if m.value is not None]
     show(f"Wrote {args.out}: {len(point.ranks)} traces, times are {point.source}.", *figures)
     remark(*point.findings)
     return 0

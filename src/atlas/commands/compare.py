@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from atlas.api import simulate
-from atlas.commands.view import Outputs, of_groups, picture_flags
+from atlas.commands.view import TimelineOutputs, of_groups, picture_flags
 from atlas.console import Meter, job_flags, print_json, search_flags, show
 from atlas.errors import AtlasError
 from atlas.evaluate import Progress
@@ -41,7 +41,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    outputs = Outputs.of(args)
+    outputs = TimelineOutputs.of(args)
     outputs.require_writable()
     (make_a, from_a), (make_b, from_b) = (_source(text, args) for text in (args.a, args.b))
     inputs = (*from_a, *from_b)

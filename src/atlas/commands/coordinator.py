@@ -15,8 +15,10 @@ from atlas.commands.train import end_on_signals, how_flags, recipe_of
 from atlas.commands.train_dc import group_flags
 from atlas.commands.watching import evidence_of, live_page, noted, recorded, watch_flags, watched, write_evidence
 from atlas.console import job_flags, require_outputs
+from atlas.launch.coordinator import RunCallbacks
 from atlas.launch.rendezvous import COORDINATOR
 from atlas.launch.report import RunReport
+from atlas.launch.run_record import RunRecord
 from atlas.launch.supervisor import RestartPolicy
 from atlas.launch.train_options import OWN, TrainOptions, recipe_options
 from atlas.spec.plan import load_job_or_plan
@@ -45,11 +47,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    # torch: 1.9 s
-    from atlas.launch.agent import AgentSettings
-    from atlas.launch.coordinator import RunCallbacks
-    from atlas.launch.multi_dc import coordinate
-    from atlas.launch.run_record import RunRecord
+    from atlas.launch.agent import AgentSettings  # torch: 1.9 s
+    from atlas.launch.multi_dc import coordinate  # torch
 
     recipe = recipe_of(args)
     job, plan = load_job_or_plan(args.plan, [*recipe.job_overrides, *args.set])

@@ -15,6 +15,7 @@ from atlas.cost.table import Costs
 from atlas.errors import AtlasError
 from atlas.evaluate import build, find_schedule, prepare
 from atlas.fabric.circuit_plan import CircuitChange, circuit_plan
+from atlas.fabric.controller import DEADLINE_S, DELAYS
 from atlas.fabric.rehearsal import FabricRehearsal, rehearse_fabric
 from atlas.fabric.switch import EmulatedSwitch
 from atlas.ir.program import Program
@@ -26,8 +27,6 @@ from atlas.view.table import plain_table, right, seconds, whole_words
 
 COUNTED = ("switch_ports", "optical_ports", "transceivers", "watts", "watts_per_gpu", "usd", "usd_per_gpu")
 """Figures of a fabric's bill."""
-DEADLINE_S = 2.0
-"""Beyond three times its delay, a switch is late."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -109,7 +108,7 @@ def _rehearsed(job: Job, program: Program, costs: Costs, args: argparse.Namespac
         for name, fabric in fabrics.items()
     }
     slowest_s = max(fabric.reconfigure_ms for fabric in fabrics.values()) / 1e3 * slower
-    deadline_s, fallback = DEADLINE_S + 3 * slowest_s, keeps_ring(job.cluster)
+    deadline_s, fallback = DEADLINE_S + DELAYS * slowest_s, keeps_ring(job.cluster)
     return rehearse_fabric(program, costs, switches, slower=slower, deadline_s=deadline_s, fallback=fallback)
 
 

@@ -11,6 +11,7 @@ from atlas.launch.site_network import PortRange, SiteNetwork
 from atlas.spec.recipe import NetworkRecipe
 
 PORT = 7700
+"""Of the rendezvous and the coordinator, unless a flag names another."""
 
 
 def network_flags(group: argparse._ActionsContainer) -> None:

@@ -15,6 +15,11 @@ from atlas.weather.path_model import WINDOW_NS, PathModel
 
 DRAWN_WINDOWS = 6000
 """Ten minutes of new weather."""
+MAX_CROSS_PERCENT = 98
+"""Cross traffic is drawn as at most this share of the capacity."""
+HOUR_S = 3600
+MIN_DAY_S = 2 * HOUR_S
+"""Of longer recordings, cross traffic is also drawn by hour of the day."""
 
 
 def path_charts(model: PathModel, table: PacketTable) -> dict[str, PathChart]:
@@ -58,14 +63,14 @@ def path_charts(model: PathModel, table: PacketTable) -> dict[str, PathChart]:
         "Rate that cross traffic leaves": PathChart(
             "% of the time",
             "% of the capacity, at most",
-            {"recorded": _ranked(100 - np.minimum(share[recorded], 98)), "drawn": _ranked(100 * left)},
+            {"recorded": _ranked(100 - np.minimum(share[recorded], MAX_CROSS_PERCENT)), "drawn": _ranked(100 * left)},
             "For x % of the time a sender gets at most y % of the capacity. Drawn: ten minutes of new cross traffic, "
             "as `atlas simulate --monte-carlo` uses it. Similar curves mean that the drawn cross traffic resembles the "
             "recorded one.",
         ),
     }
-    if model.seconds > 2 * 3600:
-        hour = ((model.start_ns + np.arange(len(share)) * WINDOW_NS) // 3_600_000_000_000) % 24
+    if model.seconds > MIN_DAY_S:
+        hour = ((model.start_ns + np.arange(len(share)) * WINDOW_NS) // (HOUR_S * 10**9)) % 24
         points = [
             (float(h), float(share[recorded & (hour == h)].mean())) for h in range(24) if (recorded & (hour == h)).any()
         ]

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from atlas.api import PlanSearch, plan
+from atlas.commands import plan_sailor
 from atlas.commands.simulate import priced
 from atlas.console import (
     Meter,
@@ -38,11 +39,10 @@ from atlas.planner.fabrics import FabricChoice, energy_of
 from atlas.planner.families import INNER_STEPS
 from atlas.planner.objective import OBJECTIVES
 from atlas.planner.report import compared, distinct, front, has_prices, notes, rows
-from atlas.planner.run import Planned
+from atlas.planner.run import SearchResult
 from atlas.planner.space import KEEPABLE
 from atlas.planner.strategies import STRATEGIES
 from atlas.planner.verdict import dollars, family_rows, origins
-from atlas.sailor.run import run_sailor, sailor_flags
 from atlas.spec.plan import load_job_or_plan
 from atlas.view.chart import front_svg, write_chart
 from atlas.view.table import folded, plain_table, right, seconds
@@ -110,13 +110,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write a chart of time and cost with the Pareto front (.svg or .html)",
     )
-    sailor_flags(parser.add_argument_group("plan from files of Sailor (SOSP'25) instead of a job; docs/sailor.md"))
+    plan_sailor.configure(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     _require_one_kind(args)
     if args.from_sailor is not None:
-        return _run_sailor(args)
+        return plan_sailor.run(args)
     if args.job is None:
         raise SpecError(where="command line", key="JOB.yaml", rule="is missing", remedy="Name a job file")
     wanted = require_outputs({"--out": args.out, "--page": args.page, "--pareto": args.pareto})
@@ -161,27 +161,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 OF_A_JOB = (
-    "job",
-    "strategy",
-    "confidence",
-    "fabrics",
-    "budget",
-    "tokens",
-    "deadline",
-    "keep",
-    "global_batch",
-    "tcp",
-    "tries",
-    "seed",
-    "no_break_even",
-    "set",
-    "out",
-    "page",
-    "pareto",
+    *("job", "strategy", "confidence", "fabrics", "budget", "tokens", "deadline", "keep", "global_batch", "tcp"),
+    *("tries", "seed", "no_break_even", "set", "out", "page", "pareto"),
 )
+OF_SAILOR = ("trace", "model", "gpu", "cost", "gpu_price", "max_usd", "judge", "no_simulate", "out_sailor")
+"""Flags that only a job has, and flags that only Sailor's files have."""
 DEFAULTS = {"strategy": "ours", "tcp": "many", "seed": 0}
 """Of flags that are never None or False."""
-OF_SAILOR = ("trace", "model", "gpu", "cost", "gpu_price", "max_usd", "judge", "no_simulate", "out_sailor")
 
 
 def _require_one_kind(args: argparse.Namespace) -> None:
@@ -193,12 +179,6 @@ def _require_one_kind(args: argparse.Namespace) -> None:
             flag = "JOB.yaml" if name == "job" else f"--{name.replace('_', '-')}"
             rule = "cannot be used with --from-sailor" if theirs else "needs --from-sailor DIR"
             raise SpecError(where="command line", key=flag, rule=rule, remedy=f"Leave out {flag}")
-
-
-def _run_sailor(args: argparse.Namespace) -> int:
-    files = args.from_sailor.rglob("*") if args.out_sailor is not None and args.from_sailor.is_dir() else ()
-    require_outputs({"--out-sailor": args.out_sailor}, [*files, *filter(None, (args.trace, args.judge))])
-    return run_sailor(args)
 
 
 # ---- tables ------------------------------------------------------------------------------------------------
@@ -222,8 +202,8 @@ def _show(search: PlanSearch) -> None:
             f"  ${figures.usd_per_iteration:,.4g} an iteration (${figures.egress_usd:,.3g} of it egress), "
             f"${figures.usd_per_hour:,.2f} an hour, ${figures.usd_per_tera_token:,.0f} per trillion tokens"
         )
-    if planned.confident is not None:
-        lines.append(f"  {planned.confident.words()}")
+    if planned.percentile_choice is not None:
+        lines.append(f"  {planned.percentile_choice.words()}")
     if (energy := energy_of(job.cluster, best)) is not None:
         lines.append(
             f"  {energy.watts / 1e3:,.1f} kW ({energy.fabric_watts / 1e3:,.1f} kW of it fabric), fabric "
@@ -277,7 +257,7 @@ def _fabrics(choices: Sequence[FabricChoice]) -> Any:
     return table
 
 
-def _table(planned: Planned, money: bool) -> Any:
+def _table(planned: SearchResult, money: bool) -> Any:
     caption = f"{compared(planned)} {priced(pricing(planned.job), planned.job.runtime)}"
     caption += " * Pareto-optimal." if money else ""
     table = _ranking(caption, "stages in", "parallelism", "$/iteration" if money else None)

@@ -22,7 +22,7 @@ from typing import Any
 from rich.table import Column, Table
 
 from atlas.api import Simulation, simulate
-from atlas.commands.view import Outputs, picture_flags
+from atlas.commands.view import TimelineOutputs, picture_flags
 from atlas.console import (
     Meter,
     as_json,
@@ -47,7 +47,10 @@ from atlas.view.chart import curves_svg
 from atlas.view.table import groups_note, plain_table, right, seconds, whole_s
 
 RESULTS = "results.json"
+MIN_PATH_SHARE = 0.005
+"""Smaller parts of the critical path are not listed."""
 Row = Mapping[str, Any]
+"""The figures of one schedule."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -77,7 +80,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    outputs = Outputs.of(args)
+    outputs = TimelineOutputs.of(args)
     if args.out is not None:
         require_folder(args.out, "--out")
     outputs.require_writable()
@@ -121,7 +124,7 @@ def _show(simulation: Simulation, found: Sequence[Row]) -> None:
     show(table, *(("", more) if more else ()), why(found[simulation.results.index(simulation.best)], len(found) == 1))
 
 
-def _in_folder(folder: Path, outputs: Outputs) -> Outputs:
+def _in_folder(folder: Path, outputs: TimelineOutputs) -> TimelineOutputs:
     """The outputs, with default names in the folder for those that were not asked for by flag."""
     return replace(
         outputs,
@@ -226,7 +229,7 @@ def _too_big(found: Sequence[Row]) -> list[str]:
 
 def why(row: Row, alone: bool) -> str:
     """The critical path of the fastest schedule that fits, and the lower bound."""
-    path = {part: s for part, s in row["critical_path_s"].items() if s > 0.005 * row["iteration_s"]}
+    path = {part: s for part, s in row["critical_path_s"].items() if s > MIN_PATH_SHARE * row["iteration_s"]}
     parts = sorted(path, key=lambda part: -path[part])
     spent = ", ".join(f"{100 * path[part] / row['iteration_s']:.0f}% {SPENT_ON[part]}" for part in parts)
     turns = ", pipelines taking turns on the WAN" if row["sharing"] else ""

@@ -143,6 +143,8 @@ def filler_flags(parser: argparse.ArgumentParser) -> None:
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """A scheduler sends them before it takes the hosts away: save, and end with 75."""
+SHOWN_LOSSES = 3
+"""Losses of the first and of the last steps that are printed."""
 AGAIN_S = 0.05
 """A signal that Python dropped in a destructor is sent again after this time."""
 FLAGS = {
@@ -258,10 +260,11 @@ def _require_files(args: argparse.Namespace, recipe: Recipe, inputs: Sequence[st
 
 def _print(name: str, options: TrainOptions, result: Rehearsal) -> None:
     predicted, measured, run = result.predicted, result.measured, result.run
-    shown = run.losses if len(run.losses) <= 6 else [*run.losses[:3], *run.losses[-3:]]
+    few = SHOWN_LOSSES
+    shown = run.losses if len(run.losses) <= 2 * few else [*run.losses[:few], *run.losses[-few:]]
     words = [f"{loss:.4f}" for loss in shown]
     if len(shown) < len(run.losses):
-        words.insert(3, "...")
+        words.insert(few, "...")
     last = result.first_step + len(run.losses)
     print(
         f"{name}, {options.schedule}, steps {result.first_step + 1} to {last} "

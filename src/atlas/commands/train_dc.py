@@ -30,9 +30,12 @@ from atlas.console import (
 )
 from atlas.errors import AtlasError, SpecError
 from atlas.evidence.recorder import EvidenceRecorder
+from atlas.launch.coordinator import RunCallbacks
 from atlas.launch.hosts import scheduled_place
 from atlas.launch.rendezvous import SPARE, AgentName
 from atlas.launch.report import RunReport
+from atlas.launch.run_record import RunRecord
+from atlas.launch.site_rails import EMULATED, require_switch
 from atlas.launch.train_options import OWN, TrainOptions
 from atlas.spec import Job
 from atlas.spec.recipe import Recipe
@@ -97,12 +100,8 @@ def run_dc(
     recipe: Recipe,
     evidence: EvidenceRecorder | None = None,
 ) -> int:
-    # torch: 1.9 s
-    from atlas.launch.agent import AgentSettings
-    from atlas.launch.coordinator import RunCallbacks
-    from atlas.launch.multi_dc import is_coordinator, train_here
-    from atlas.launch.run_record import RunRecord
-    from atlas.launch.site_rails import EMULATED, require_switch
+    from atlas.launch.agent import AgentSettings  # torch: 1.9 s
+    from atlas.launch.multi_dc import is_coordinator, train_here  # torch
 
     name, local_rank = _place(args, job)
     if args.coordinator is not None and args.rendezvous is not None:

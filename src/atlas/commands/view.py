@@ -31,7 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    outputs = Outputs.of(args)
+    outputs = TimelineOutputs.of(args)
     if not outputs.paths:
         outputs = replace(outputs, page=_beside(args.files[0]))
     outputs.require_writable()
@@ -73,7 +73,7 @@ def of_groups(timeline: Timeline) -> dict[str, Any]:
 
 # ---- the files of a command with timelines -------------------------------------------------------------------
 @dataclass(frozen=True)
-class Outputs:
+class TimelineOutputs:
     """The files to write; None for those that were not asked for."""
 
     page: Path | None = None
@@ -83,7 +83,7 @@ class Outputs:
     save: Path | None = None
 
     @classmethod
-    def of(cls, args: argparse.Namespace) -> Outputs:
+    def of(cls, args: argparse.Namespace) -> TimelineOutputs:
         """From the flags of a command."""
         return cls(**{name: getattr(args, name, None) for name in cls.__dataclass_fields__})
 

@@ -36,6 +36,9 @@ from atlas.weather.packets import PacketLog
 LATE = 4
 """Exit status if the emulator was late."""
 FOREVER_S = 1e9
+"""Without --for; also the largest value of --for."""
+POLL_S = 0.05
+"""How often it is checked whether commands have ended."""
 MAX_PACKETS = 4_000_000
 """Packets that --record keeps."""
 
@@ -72,7 +75,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="namespace: write the round trip or loss of every packet, for `atlas wan learn`",
     )
-    add("--for", dest="seconds", type=number(0, 1e9), metavar="S", help="end after S seconds")
+    add("--for", dest="seconds", type=number(0, FOREVER_S), metavar="S", help="end after S seconds")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -218,4 +221,4 @@ def _on_nodes(net: NamespaceNet, commands: list[str], seconds: float | None) -> 
         running.append(net.node(name).popen(["/bin/sh", "-c", command], env=environment))
     deadline = time.monotonic() + (seconds if seconds is not None else FOREVER_S)
     while running and time.monotonic() < deadline and any(process.poll() is None for process in running):
-        time.sleep(0.05)
+        time.sleep(POLL_S)

@@ -17,7 +17,7 @@ from atlas.commands.path_charts import path_charts
 from atlas.console import print_json, remark, require_outputs, say, show
 from atlas.errors import MissingExtraError
 from atlas.view.path_page import write_path_page
-from atlas.weather.fit import Learnt, learn
+from atlas.weather.fit import PathFit, learn
 from atlas.weather.packets import PacketTable, paths_in, read_path
 from atlas.weather.path_model import PathModel, save_model
 
@@ -69,7 +69,7 @@ def _gru(table: PacketTable) -> PathModel:
     return fit_gru(table)
 
 
-def figures(name: str, learnt: Learnt) -> dict[str, object]:
+def figures(name: str, learnt: PathFit) -> dict[str, object]:
     model = learnt.model
     return {
         "path": name,
@@ -89,7 +89,7 @@ def figures(name: str, learnt: Learnt) -> dict[str, object]:
     }
 
 
-def described(name: str, learnt: Learnt, span_s: float) -> list[str]:
+def described(name: str, learnt: PathFit, span_s: float) -> list[str]:
     model = learnt.model
     least, big = ("at least " if flag else "" for flag in (model.capacity_is_bound, model.buffer_is_bound))
     seen = 100 * float(model.known[model.recorded].mean())
@@ -107,7 +107,7 @@ def described(name: str, learnt: Learnt, span_s: float) -> list[str]:
     ]
 
 
-def _explains(learnt: Learnt) -> str:
+def _explains(learnt: PathFit) -> str:
     if learnt.explained is None or learnt.followed is None:
         return "nothing to explain: no delay varied in the held-out last fifth"
     return (
@@ -116,7 +116,7 @@ def _explains(learnt: Learnt) -> str:
     )
 
 
-def page_notes(learnt: Learnt, span_s: float) -> list[str]:
+def page_notes(learnt: PathFit, span_s: float) -> list[str]:
     """Sentences for readers who have not read the documentation."""
     model = learnt.model
     least, big = ("at least " if flag else "" for flag in (model.capacity_is_bound, model.buffer_is_bound))

@@ -41,6 +41,11 @@ from atlas.spec.plan import load_job_or_plan
 from atlas.view.chart import write_chart
 from atlas.view.table import folded, plain_table, right, seconds
 
+SHOWN_RESOURCES = 10
+"""Rows of the bottleneck table."""
+MIN_SAVED_SHARE = 1e-4
+"""A resource that saves less of the iteration is no bottleneck."""
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
@@ -108,7 +113,7 @@ def _below(found: WhatIf) -> str:
     if not found.marginals:
         return ""
     cells = []
-    for one in found.marginals[:10]:
+    for one in found.marginals[:SHOWN_RESOURCES]:
         share = one.saves_s / (one.iteration_s + one.saves_s)
         cells.append((one.resource, f"{one.now:g}", f"{one.more:g}", seconds(one.saves_s), f"{100 * share:.1f} %"))
     head = "".join(f"<th align=left>{name}</th>" for name in ("resource", "from", "to", "saves", "of the iteration"))
@@ -152,7 +157,7 @@ def _sweep_table(one: Sweep, points: list[Point], base: float) -> Any:
 
 def _bottleneck(more: Sequence[Marginal]) -> str:
     best = more[0]
-    if best.saves_s <= 1e-4 * best.iteration_s:
+    if best.saves_s <= MIN_SAVED_SHARE * best.iteration_s:
         return "No bottleneck: 10 % more of any resource saves less than 0.01 %."
     share = best.saves_s / (best.iteration_s + best.saves_s)
     return (
@@ -163,7 +168,7 @@ def _bottleneck(more: Sequence[Marginal]) -> str:
 
 def _marginal_table(more: Sequence[Marginal]) -> Any:
     table = plain_table("resource", *right("from", "to", "saves", "per unit"))
-    for one in more[:10]:
+    for one in more[:SHOWN_RESOURCES]:
         unit = one.saves_s / abs(one.more - one.now) if one.more != one.now else 0.0
         table.add_row(one.resource, f"{one.now:g}", f"{one.more:g}", seconds(one.saves_s), seconds(unit))
     return table

@@ -160,14 +160,16 @@ def in_flight(free: Floats, forward: Floats, recompute: Floats) -> InFlight:
     return InFlight(np.maximum(tightest.astype(np.int64) // KIB, held + again), held, again, fits)
 
 
-def memory_rule(job: Job, arrangement: Arrangement | None = None) -> Memory:
+def memory_rule(
+    job: Job, arrangement: Arrangement | None = None, workers: tuple[WorkerMemory, ...] | None = None
+) -> Memory:
     """What ops take and give back, in KiB of the tightest worker; raises where not one microbatch fits.
 
     A forward takes the stash and a recompute the activations (without recompute: the forward all of it); the end of
     the backward, or of its weight half where it is split, gives both back; the input half gives nothing back.
     """
     arrangement = arrangement or arrange(job)
-    workers = worker_memory(job, arrangement)
+    workers = workers or worker_memory(job, arrangement)
     _require_room(job, arrangement, workers)
     rows = [(worker.free, *worker.per_microbatch(job.recompute)) for worker in workers]
     rule = in_flight(*(np.array([column], np.float64) for column in zip(*rows, strict=True)))
@@ -179,7 +181,7 @@ def memory_rule(job: Job, arrangement: Arrangement | None = None) -> Memory:
 
 
 def peak_memory(
-    job: Job, program: Program, *, arrangement: Arrangement | None = None
+    job: Job, program: Program, *, workers: tuple[WorkerMemory, ...] | None = None
 ) -> tuple[tuple[WorkerMemory, int], ...]:
     """By rank: what its workers hold, and the most bytes any of them needs at once while it runs the Program.
 
@@ -192,7 +194,7 @@ def peak_memory(
     per_microbatch = program.kind <= Kind.W
     slot = np.where(per_microbatch, program.microbatch, 0)
     again = recomputed[pipeline, program.stage, slot] & per_microbatch
-    workers = worker_memory(job, arrangement)
+    workers = workers or worker_memory(job)
     parts = ("stash", "activations", "kept")
     stash, full, kept = (np.array([getattr(w, part) for w in workers])[rank] for part in parts)
     split = (program.op_index[Kind.W] >= 0)[pipeline, program.stage, slot]

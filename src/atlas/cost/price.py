@@ -1,4 +1,4 @@
-"""`price` computes the `Costs` of one DP-cell of a job; `layout` has the pipelines, stages and microbatches that a
+"""`price` computes the `Costs` of one DP-cell of a job; `layout_of` has the pipelines, stages and microbatches that a
 schedule fills.
 
 Adds up the pieces per stage (`arrange`), the links of the cell at the rates of `cluster_arrays`, and what ends an
@@ -37,15 +37,15 @@ from atlas.spec.trace import read_trace
 Tcp = Literal["one", "many"]
 
 
-def layout(job: Job, *, arrangement: Arrangement | None = None) -> Layout:
+def layout_of(job: Job, *, arrangement: Arrangement | None = None) -> Layout:
     """Pipelines, stages and microbatches of one DP-cell, and the datacenter of each worker."""
     arrangement = arrangement or arrange(job)
     return Layout(arrangement.num_pipelines, job.num_stages, job.num_microbatches, arrangement.rank_dc)
 
 
-def can_share(job: Job, frame: Layout) -> bool:
+def can_share(job: Job, layout: Layout) -> bool:
     """Whether there is a WAN, more than one pipeline to take turns on it, and a runtime that takes turns."""
-    return frame.num_pipelines > 1 and len(set(frame.rank_dc)) > 1 and job.runtime == "atlas"
+    return layout.num_pipelines > 1 and len(set(layout.rank_dc)) > 1 and job.runtime == "atlas"
 
 
 def price(
@@ -354,12 +354,12 @@ class WanTraffic:
     def _link(self, name: str, policy: int, **settings: float) -> LinkCost:
         src, dst = self.hops[0].src.name, self.hops[0].dst.name
         weather = None if self.route.model is None else link_weather(self.route, src, dst)
-        trace = _trace(self.route) if weather is None else mean_trace(weather)
+        trace = trace_of(self.route) if weather is None else mean_trace(weather)
         link = LinkCost(f"wan {src}>{dst} {name}", policy, trace=trace, weather=weather)
         return replace(link, **settings)  # type: ignore[arg-type]
 
 
-def _trace(route: Route) -> Trace | None:
+def trace_of(route: Route) -> Trace | None:
     """The engines' form of a link's trace file."""
     if route.trace is None:
         return None

@@ -166,32 +166,27 @@ def uniform_costs(
     wan_ns: int = 0,
     wan_latency_ns: int = 0,
     sharing: bool = False,
-    trunk_pairs: float | None = None,
     quantum_ns: int = QUANTUM_NS,
-    servers: int = 1,
 ) -> Costs:
     """Equal stages; `wan_ns` is what one transfer takes over one node pair's own WAN path.
 
-    With `sharing` the cell's pipelines take turns with the capacity of all their nodes. `trunk_pairs` caps
-    the datacenter pair at the bandwidth of that many node pairs, for all traffic.
+    With `sharing` the cell's pipelines take turns with the capacity of all their nodes.
     """
     shape = (2, num_pipelines, num_stages - 1)
     links: list[LinkCost] = []
     channel = np.zeros(shape, np.int32)
     work, latency = np.full(shape, lan_ns, np.int64), np.full(shape, lan_latency_ns, np.int64)
-    pairs = float(num_pipelines) if trunk_pairs is None else min(trunk_pairs, float(num_pipelines))
-    work[:, :, list(wan_boundaries)] = round(wan_ns / pairs) if sharing else wan_ns
+    work[:, :, list(wan_boundaries)] = round(wan_ns / num_pipelines) if sharing else wan_ns
     latency[:, :, list(wan_boundaries)] = wan_latency_ns
     for direction, boundary in np.ndindex(2, num_stages - 1):
         ends = (boundary, boundary + 1) if direction == FORWARD else (boundary + 1, boundary)
         name = f"{'wan' if boundary in wan_boundaries else 'lan'} {ends[0]}>{ends[1]}"
-        if boundary in wan_boundaries and (sharing or pairs < num_pipelines):
+        if sharing and boundary in wan_boundaries:
             channel[direction, :, boundary] = len(links)
-            turns = LinkCost(name, TURNS, quantum_ns=quantum_ns)
-            links.append(turns if sharing else LinkCost(name, FAIR, capacity=pairs))
+            links.append(LinkCost(name, TURNS, quantum_ns=quantum_ns))
         else:
             channel[direction, :, boundary] = len(links) + np.arange(num_pipelines)
-            links += [LinkCost(f"{name} p{c}", PRIVATE, servers) for c in range(num_pipelines)]
+            links += [LinkCost(f"{name} p{c}", PRIVATE) for c in range(num_pipelines)]
     compute = np.broadcast_to(per_kind_ns, (num_pipelines, num_stages, NUM_KINDS)).copy()
     return Costs(compute, tuple(links), channel, work, np.zeros(shape, np.int64), latency)
 

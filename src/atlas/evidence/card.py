@@ -15,6 +15,7 @@ from atlas.errors import SpecError
 from atlas.spec.document import read_yaml, shown
 
 VERSION = 1
+"""Of the card's format."""
 NUMBERS = {
     "workload.model": ("epochs", "iteration"),
     "workload.model.model_arch": ("num_params", "num_params_embedding", "num_layers", "num_heads", "head_dim"),
@@ -28,7 +29,7 @@ DEGREES = ("dp_replicate", "dp_shard", "tp", "pp", "cp")
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     """The model as the card describes it."""
 
     num_params: float
@@ -72,13 +73,13 @@ class Card:
         return float(value)
 
     @cached_property
-    def shape(self) -> Shape | None:
+    def shape(self) -> ModelShape | None:
         """None where the card lacks a part of it."""
         if self.lacking():
             return None
-        values = {key: self._arch(key) or 0.0 for key in Shape.__dataclass_fields__}
+        values = {key: self._arch(key) or 0.0 for key in ModelShape.__dataclass_fields__}
         values["num_params"] = self._arch("num_params_active") or values["num_params"]
-        return Shape(**values)
+        return ModelShape(**values)
 
     def lacking(self) -> list[str]:
         """The keys of the model that a FLOP count needs and the card has no number for."""

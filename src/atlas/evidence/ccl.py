@@ -18,12 +18,13 @@ import numpy as np
 from atlas.evidence.card import Card
 from atlas.evidence.intervals import Floats, clipped, intersection, union
 from atlas.evidence.metric import CCL_DEFINITIONS, Found, Metric, metrics
-from atlas.evidence.rank_trace import BIT, COLLECTIVES, Mark, RankTrace, rank_of
+from atlas.evidence.rank_trace import BIT, COLLECTIVES, RankTrace, StepMark, rank_of
 
 T = TypeVar("T")
 MAX_FILES = 16
 """CCL-Bench reads at most this many rank files, chosen at random with a fixed seed."""
 SAMPLE_SEED = 42
+"""Of the ranks that are read where a data point has more than `MAX_FILES`: the same ones every time."""
 PEAK_TFLOPS = {"nvidia_a100": 312.0, "nvidia_h100": 989.0, "tpu_v6e": 918.0}
 """The hardware that CCL-Bench knows a peak of."""
 PASSES = {"allreduce": 2, "allgather": 1, "reducescatter": 1, "alltoall": 1}
@@ -73,7 +74,7 @@ def inner(steps: Sequence[T]) -> list[T]:
     return list(steps[1:-1] if len(steps) > 2 else steps)
 
 
-def edges_us(marks: Sequence[Mark]) -> tuple[Floats, Floats]:
+def edges_us(marks: Sequence[StepMark]) -> tuple[Floats, Floats]:
     """Start and end of each step."""
     start = np.array([mark.start_us for mark in marks])
     return start, start + np.array([mark.length_us or 0.0 for mark in marks])
@@ -112,7 +113,7 @@ def rank_figures(trace: RankTrace) -> RankFigures:
 
 
 # ---- one rank ------------------------------------------------------------------------------------------------
-def _mean_step_us(steps: Sequence[Mark]) -> float | None:
+def _mean_step_us(steps: Sequence[StepMark]) -> float | None:
     kept = inner([mark.length_us for mark in steps if mark.length_us is not None])
     return statistics.fmean(kept) if kept else None
 

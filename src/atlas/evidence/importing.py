@@ -16,13 +16,13 @@ from typing import Any
 import yaml
 
 from atlas.errors import AtlasError, ProgramError, SpecError
-from atlas.evidence.card import Card, Shape
+from atlas.evidence.card import Card, ModelShape
 from atlas.evidence.data_point import DataPoint
 from atlas.evidence.own import gpu_name
 from atlas.evidence.rank_trace import rank_of
 from atlas.evidence.write_card import LAUNCH
 from atlas.ir.program import parse_action
-from atlas.spec.document import read_yaml, shown
+from atlas.spec.document import YAML_WIDTH, read_yaml, shown
 
 FORWARD_SHARE = 1 / 3
 """Of a step without recompute: the backward does twice the forward's work."""
@@ -36,7 +36,7 @@ _OP = re.compile(r"atlas_[A-Z]+ (\d+(?:F|R|B|I|W|STEP)\d+)$")
 
 
 @dataclass(frozen=True)
-class Imported:
+class ImportedJob:
     """A job and a profile as plain data."""
 
     job: dict[str, Any]
@@ -48,10 +48,10 @@ class Imported:
     def job_text(self, profile_name: str) -> str:
         data = {**self.job, "profile": profile_name}
         head = "# Imported from traces. Add datacenters and links under `cluster`, then plan.\n"
-        return head + yaml.safe_dump(data, sort_keys=False, width=110)
+        return head + yaml.safe_dump(data, sort_keys=False, width=YAML_WIDTH)
 
 
-def import_job(point: DataPoint, *, gpu: str | None = None, recompute: bool | None = None) -> Imported:
+def import_job(point: DataPoint, *, gpu: str | None = None, recompute: bool | None = None) -> ImportedJob:
     """Raises AtlasError where the card or the traces lack what a job needs."""
     card = point.found.card
     if card is None:
@@ -69,7 +69,7 @@ def import_job(point: DataPoint, *, gpu: str | None = None, recompute: bool | No
 
 
 # ---- traces that Atlas wrote -------------------------------------------------------------------------------------
-def _of_atlas(point: DataPoint, job: dict[str, Any], step_s: float) -> Imported:
+def _of_atlas(point: DataPoint, job: dict[str, Any], step_s: float) -> ImportedJob:
     """The job as it ran; seconds by stage from its ops."""
     stages = _stage_seconds(point)
     card = point.found.card
@@ -91,7 +91,7 @@ def _of_atlas(point: DataPoint, job: dict[str, Any], step_s: float) -> Imported:
         "layers": layers,
     }
     job = {**job, "layers_per_stage": list(split)}
-    return Imported(job, {"model": point.name, "entries": [entry]}, step_s)
+    return ImportedJob(job, {"model": point.name, "entries": [entry]}, step_s)
 
 
 def _stage_seconds(point: DataPoint) -> list[dict[str, float]]:
@@ -130,7 +130,7 @@ def _piece(seconds: dict[str, float], count: int) -> dict[str, float]:
 
 
 # ---- traces of others --------------------------------------------------------------------------------------------
-def _of_others(point: DataPoint, card: Card, step_s: float, gpu: str | None, recompute: bool | None) -> Imported:
+def _of_others(point: DataPoint, card: Card, step_s: float, gpu: str | None, recompute: bool | None) -> ImportedJob:
     notes: list[str] = []
     kind = gpu or gpu_name(card.text("workload.hardware.xpu_spec.model") or "")
     if kind is None:
@@ -173,7 +173,7 @@ def _of_others(point: DataPoint, card: Card, step_s: float, gpu: str | None, rec
         "recompute": recompute,
         "precision": _precision(card),
     }
-    return Imported(
+    return ImportedJob(
         job, {"model": str(card.text("workload.model.model_family") or ""), "entries": [entry]}, step_s, notes
     )
 
@@ -197,7 +197,7 @@ def _busy_s(point: DataPoint, pp: int) -> list[float]:
     return [math.fsum(found) / len(found) for found in by_stage]
 
 
-def _model(card: Card, shape: Shape, notes: list[str]) -> dict[str, Any]:
+def _model(card: Card, shape: ModelShape, notes: list[str]) -> dict[str, Any]:
     hidden, layers = int(shape.num_heads * shape.head_dim), int(shape.num_layers)
     family = "gpt" if "gpt" in (card.text("workload.model.model_family") or "").lower() else "llama"
     embedding = shape.num_params_embedding

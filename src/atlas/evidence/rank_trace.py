@@ -23,6 +23,8 @@ from atlas.evidence.intervals import Floats
 
 MAX_NAMES = 200_000
 """Different kernel names whose time is summed; with more, the dominant one is not known."""
+MAX_NUMBER = 1e18
+"""Of a time or a size in a trace; a larger one counts as missing."""
 BANDWIDTH_SAMPLES = 1_000_000
 """Collectives of one type whose bandwidth is kept for the median."""
 
@@ -68,7 +70,7 @@ WIDTH_BYTES = {
 """By NCCL's name of a type."""
 
 
-class Mark(NamedTuple):
+class StepMark(NamedTuple):
     """One step of a rank."""
 
     number: int
@@ -105,8 +107,8 @@ class RankTrace:
     """Of device events in other categories, which only the copy metric counts."""
     other_length_us: Floats = field(default_factory=lambda: np.zeros(0))
     other_traits: NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))
-    steps: list[Mark] = field(default_factory=list)
-    engine_steps: list[Mark] = field(default_factory=list)
+    steps: list[StepMark] = field(default_factory=list)
+    engine_steps: list[StepMark] = field(default_factory=list)
     """vLLM's `execute_context_*`, or SGLang's `run_batch`: steps of inference traces."""
     by_name_us: dict[str, float] = field(default_factory=dict)
     too_many_names: bool = False
@@ -259,16 +261,16 @@ class _EventSums:
             self.trace.num_unusable += 1
         elif step is not None:
             self.trace.num_unusable += length is None
-            self.trace.steps.append(Mark(int(step[1]), start, length))
+            self.trace.steps.append(StepMark(int(step[1]), start, length))
         else:
-            self.trace.engine_steps.append(Mark(len(self.trace.engine_steps), start, length))
+            self.trace.engine_steps.append(StepMark(len(self.trace.engine_steps), start, length))
         return None
 
     def python_function(self, event: dict[str, Any]) -> None:
         if _SGLANG.search(str(event.get("name", ""))):
             start, length = _number(event.get("ts")), _number(event.get("dur"))
             if start is not None and length is not None:
-                self.trace.engine_steps.append(Mark(len(self.trace.engine_steps), start, length))
+                self.trace.engine_steps.append(StepMark(len(self.trace.engine_steps), start, length))
 
     def bubble(self, event: dict[str, Any]) -> None:
         start, length = _number(event.get("ts")), _number(event.get("dur"))
@@ -326,13 +328,13 @@ def _number(value: Any) -> float | None:
     """A finite number, also one written as text; None for anything else."""
     kind = type(value)
     if kind is int or kind is float:
-        return float(value) if -1e18 < value < 1e18 else None
+        return float(value) if abs(value) < MAX_NUMBER else None
     if kind is str and len(value) < 40:
         try:
             number = float(value)
         except ValueError:
             return None
-        return number if -1e18 < number < 1e18 else None
+        return number if abs(number) < MAX_NUMBER else None
     return None
 
 

@@ -5,8 +5,8 @@ No scripts, no network requests. Says of every run whether its times are simulat
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
+from html import escape
 
 from atlas.evidence.one_step import middle_iteration
 from atlas.evidence.page import STYLE as TABLE_STYLE
@@ -17,6 +17,8 @@ from atlas.view.svg import svg_text
 
 COLORS = ("#0072b2", "#d55e00", "#e69f00", "#cc79a7", "#9aa3ab", "#c9cfd4")
 """Of `PARTS`."""
+LEAST_SHARE = 0.005
+"""Smaller shares of the time, which would be shown as 0 %, are left out."""
 MAX_POINTS = 400
 """Of a line in a chart: longer logs are thinned."""
 STYLE = f"""{TABLE_STYLE}
@@ -38,8 +40,8 @@ def report_page(runs: Sequence[RunSummary], title: str = "") -> str:
     """One column per run."""
     title = title or " and ".join(run.name for run in runs)
     parts = [
-        f"<h1>{_text(title)}</h1>",
-        f'<p class="verdict">{_text(verdict(runs))}</p>',
+        f"<h1>{escape(title)}</h1>",
+        f'<p class="verdict">{escape(verdict(runs))}</p>',
         "<h2>Figures</h2>",
         _figures(runs),
         "<h2>Where the workers' time goes</h2>",
@@ -66,7 +68,7 @@ def verdict(runs: Sequence[RunSummary]) -> str:
     largest = max(((share, part) for part, share in best.shares.items() if part != PARTS[0]), default=None)
     if best.shares:
         words += f"; accelerators compute {100 * best.shares[PARTS[0]]:.0f} % of the time"
-    if largest is not None and largest[0] > 0.005:
+    if largest is not None and largest[0] > LEAST_SHARE:
         words += f", and the largest loss is {largest[1]} ({100 * largest[0]:.0f} %)"
     if len(timed) > 1 and len({run.workload for _, run in timed}) > 1:
         others = [f"{run.name}: {_number(other)} s ({run.source})" for other, run in timed if run is not best]
@@ -82,7 +84,7 @@ def verdict(runs: Sequence[RunSummary]) -> str:
 
 
 def _figures(runs: Sequence[RunSummary]) -> str:
-    heads = "".join(f'<th class="n">{_text(run.name)}<br>{_badge(run.source)}</th>' for run in runs)
+    heads = "".join(f'<th class="n">{escape(run.name)}<br>{_badge(run.source)}</th>' for run in runs)
     lines = [f"<tr><td></td>{heads}</tr>"]
     for label in dict.fromkeys(label for run in runs for label in run.figures):
         row = [run.figures.get(label, RunFigure()) for run in runs]
@@ -93,7 +95,7 @@ def _figures(runs: Sequence[RunSummary]) -> str:
             f'<td class="n{" best" if figure.value is not None and figure.value == best else ""}">{_shown(figure)}</td>'
             for figure in row
         )
-        lines.append(f"<tr><td>{_text(label)}</td>{cells}</tr>")
+        lines.append(f"<tr><td>{escape(label)}</td>{cells}</tr>")
     return f'<div class="wide"><table>{"".join(lines)}</table></div>'
 
 
@@ -106,7 +108,7 @@ def _best(row: Sequence[RunFigure]) -> float | None:
 
 
 def _shown(figure: RunFigure) -> str:
-    return f"{_number(figure.value)} {_text(figure.unit)}".strip() if figure.value is not None else "–"
+    return f"{_number(figure.value)} {escape(figure.unit)}".strip() if figure.value is not None else "–"
 
 
 def _number(value: float | None) -> str:
@@ -125,8 +127,8 @@ def _shares(runs: Sequence[RunSummary]) -> str:
             f'title="{part}: {100 * run.shares.get(part, 0.0):.1f} %"></i>'
             for part, color in zip(PARTS, COLORS, strict=True)
         )
-        words = ", ".join(f"{part} {100 * share:.0f} %" for part, share in run.shares.items() if share >= 0.005)
-        label = _text(f"{run.name}: {words}")
+        words = ", ".join(f"{part} {100 * share:.0f} %" for part, share in run.shares.items() if share >= LEAST_SHARE)
+        label = escape(f"{run.name}: {words}")
         rows.append(f'<p>{label}</p><div class="share" role="img" aria-label="{label}">{bars}</div>')
     legend = "".join(
         f'<span><i style="background:{color}"></i>{part}</span>' for part, color in zip(PARTS, COLORS, strict=True)
@@ -162,11 +164,11 @@ def _pictures(runs: Sequence[RunSummary]) -> str:
 
 def _about(runs: Sequence[RunSummary]) -> str:
     labels = dict.fromkeys(label for run in runs for label, _ in run.about)
-    heads = "".join(f"<th>{_text(run.name)}</th>" for run in runs)
+    heads = "".join(f"<th>{escape(run.name)}</th>" for run in runs)
     lines = [f"<tr><td></td>{heads}</tr>"]
     for label in labels:
-        cells = "".join(f"<td>{_text(dict(run.about).get(label, '–'))}</td>" for run in runs)
-        lines.append(f"<tr><td>{_text(label)}</td>{cells}</tr>")
+        cells = "".join(f"<td>{escape(dict(run.about).get(label, '–'))}</td>" for run in runs)
+        lines.append(f"<tr><td>{escape(label)}</td>{cells}</tr>")
     return f'<div class="wide"><table>{"".join(lines)}</table></div>'
 
 
@@ -189,12 +191,8 @@ def _notes(runs: Sequence[RunSummary]) -> str:
     }
     notes = [sources[source] for source in dict.fromkeys(run.source for run in runs) if source in sources]
     notes += [note for run in runs for note in run.notes]
-    return "<h2>Notes</h2><ul>" + "".join(f"<li>{_text(note)}</li>" for note in notes) + "</ul>"
+    return "<h2>Notes</h2><ul>" + "".join(f"<li>{escape(note)}</li>" for note in notes) + "</ul>"
 
 
 def _badge(source: str) -> str:
-    return f'<span class="badge">{_text(source)}</span>'
-
-
-def _text(words: str) -> str:
-    return html.escape(words)
+    return f'<span class="badge">{escape(source)}</span>'

@@ -22,9 +22,10 @@ from atlas.cost.arrange import Arrangement
 from atlas.cost.compute import embedding_params, model_params
 from atlas.errors import AtlasError
 from atlas.evidence.data_point import DataPoint, read_data_point
-from atlas.evidence.write_trace import PRECISION, Sizes, write_traces
+from atlas.evidence.write_trace import PRECISION, TraceSizes, write_traces
 from atlas.ir.replace import write_whole
 from atlas.ir.timeline import Timeline
+from atlas.spec.document import YAML_WIDTH
 from atlas.spec.job import Job
 from atlas.spec.plan import job_text
 
@@ -82,16 +83,16 @@ def write_data_point(
         write_traces(folder, timeline, sizes_of(timeline, job, arrangement))
     _write_launch(folder / LAUNCH, job, facts)
     # The card last: a folder with a card is complete.
-    write_whole(folder / CARD, yaml.safe_dump(card, sort_keys=False, width=110, allow_unicode=True).encode())
+    write_whole(folder / CARD, yaml.safe_dump(card, sort_keys=False, width=YAML_WIDTH, allow_unicode=True).encode())
     return read_data_point(folder)
 
 
-def sizes_of(timeline: Timeline, job: Job, arrangement: Arrangement) -> Sizes:
+def sizes_of(timeline: Timeline, job: Job, arrangement: Arrangement) -> TraceSizes:
     program = timeline.program
     by_rank = [0] * program.num_ranks
     for stage, rank in enumerate(program.stage_rank):
         by_rank[rank] += int(arrangement.stage_params[stage])
-    return Sizes(
+    return TraceSizes(
         tp=job.tp,
         num_cells=job.cells,
         gradient_elements=tuple(-(-count // job.tp) for count in by_rank),

@@ -30,7 +30,7 @@ PRECISION = {"bf16": "BFloat16", "fp16": "Half", "fp32": "Float"}
 
 
 @dataclass(frozen=True)
-class Sizes:
+class TraceSizes:
     """What the traces say of collectives and sends, which a Timeline does not know."""
 
     tp: int
@@ -51,7 +51,7 @@ def trace_name(worker: int, tp: int) -> str:
     return f"rank{worker * tp}_trace.json"
 
 
-def write_traces(folder: Path, timeline: Timeline, sizes: Sizes) -> list[Path]:
+def write_traces(folder: Path, timeline: Timeline, sizes: TraceSizes) -> list[Path]:
     """Write one file per worker of the Timeline's cell."""
     paths = []
     ends = step_ends_ns(timeline)
@@ -78,7 +78,7 @@ def step_ends_ns(timeline: Timeline) -> np.ndarray:
     return np.asarray(np.maximum.accumulate(ends, axis=1), np.int64)
 
 
-def _head(timeline: Timeline, sizes: Sizes, worker: int) -> str:
+def _head(timeline: Timeline, sizes: TraceSizes, worker: int) -> str:
     program = timeline.program
     world = program.num_workers * sizes.num_cells * sizes.tp
     about = {
@@ -97,7 +97,7 @@ def _head(timeline: Timeline, sizes: Sizes, worker: int) -> str:
     return "{" + head + ',"displayTimeUnit":"ms","traceEvents":[\n'
 
 
-def _events(timeline: Timeline, sizes: Sizes, worker: int, ends_ns: np.ndarray) -> Iterator[dict[str, Any]]:
+def _events(timeline: Timeline, sizes: TraceSizes, worker: int, ends_ns: np.ndarray) -> Iterator[dict[str, Any]]:
     program = timeline.program
     name = f"{program.worker_name(worker)} {program.worker_dc(worker)} ({timeline.source})"
     for process, words in ((CPU, "steps"), (DEVICE, "device")):
@@ -127,7 +127,7 @@ def _span(name: str, category: str, process: int, thread: int, start_ns: int, le
     }
 
 
-def _ops(timeline: Timeline, sizes: Sizes, worker: int) -> Iterator[dict[str, Any]]:
+def _ops(timeline: Timeline, sizes: TraceSizes, worker: int) -> Iterator[dict[str, Any]]:
     program, zero = timeline.program, int(timeline.op_start_ns.min())
     for index in range(int(program.worker_ptr[worker]), int(program.worker_ptr[worker + 1])):
         op = program.op(index)
@@ -145,7 +145,7 @@ def _ops(timeline: Timeline, sizes: Sizes, worker: int) -> Iterator[dict[str, An
         yield event
 
 
-def _sum_args(program: Program, sizes: Sizes, worker: int, kind: Kind) -> dict[str, Any]:
+def _sum_args(program: Program, sizes: TraceSizes, worker: int, kind: Kind) -> dict[str, Any]:
     """Of SYNC: the same stage of all pipelines of all cells. Of NORM: one number, over all workers."""
     rank = worker % program.num_ranks
     per_cell = range(rank, program.num_workers, program.num_ranks) if kind == Kind.SYNC else range(program.num_workers)
@@ -167,7 +167,7 @@ def _message(name: str, elements: int, kind: str, ranks: list[int], stream: int)
     }
 
 
-def _transfers(timeline: Timeline, sizes: Sizes, worker: int) -> Iterator[dict[str, Any]]:
+def _transfers(timeline: Timeline, sizes: TraceSizes, worker: int) -> Iterator[dict[str, Any]]:
     """What this worker sends, while the link sends it; and what it receives, while the bytes arrive."""
     program, zero = timeline.program, int(timeline.op_start_ns.min())
     if program.num_stages < 2:

@@ -17,9 +17,12 @@ from atlas.fabric.circuit_plan import CircuitChange
 from atlas.fabric.switch import Switch, SwitchError
 from atlas.sim.phases import Gates
 
+DEADLINE_S, DELAYS = 2.0, 3
+"""A switch is late after this time beyond so many times its delay."""
+
 
 @dataclass
-class _State:
+class _ChangeState:
     """Of one change."""
 
     left: int
@@ -55,7 +58,7 @@ class Controller:
         """By change: when it began and when its circuits carried data, on the monotonic clock."""
         self._left, self._on_demand = gates.left.tolist(), gates.on_demand.tolist()
         self._period, self._on_done, self._on_failed, self._on_kept = period, on_done, on_failed, on_kept
-        self._states: dict[int, _State] = {}
+        self._states: dict[int, _ChangeState] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
@@ -88,10 +91,10 @@ class Controller:
         for number in [number for number in self._states if number < before]:
             del self._states[number]
 
-    def _state(self, number: int) -> _State:
+    def _state(self, number: int) -> _ChangeState:
         if number not in self._states:
             index = self._index(number)
-            state = self._states[number] = _State(self._left[index], bool(self._on_demand[index]))
+            state = self._states[number] = _ChangeState(self._left[index], bool(self._on_demand[index]))
             if self.failed is not None and not self.fallback:
                 state.done.set_exception(self.failed)
                 state.done.exception()

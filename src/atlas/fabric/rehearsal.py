@@ -50,13 +50,13 @@ def rehearse_fabric(
     tables = lower(program, costs)
     events = run(tables)
     predicted_s = int(events.op_end_ns.max() - events.op_start_ns.min()) / 1e9
-    made = _Run(program, costs, tables, slower)
+    made = _RehearsalRun(program, costs, tables, slower)
     controller = asyncio.run(made.play(switches, deadline_s, fallback))
     changes, failed = (0, None) if controller is None else (controller.num_changes, controller.failed)
     return FabricRehearsal(predicted_s, (made.end_s - made.zero_s) / slower, changes, failed)
 
 
-class _Run:
+class _RehearsalRun:
     def __init__(self, program: Program, costs: Costs, tables: Tables, slower: float) -> None:
         self.program, self.tables, self.scale = program, tables, slower / 1e9
         self.plan = circuit_plan(program, costs.circuits) if tables.gates is not None else []

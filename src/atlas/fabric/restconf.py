@@ -21,7 +21,9 @@ from atlas.fabric.switch import SwitchError, merged, require_one_to_one
 RESOURCE = "atlas-ocs:cross-connects"
 MEDIA_TYPE = "application/yang-data+json"
 MOST_BYTES = 16 << 20
+"""Of an answer of the switch."""
 TIMEOUT_S, POLL_S = 5.0, 0.01
+"""Of one request; between two questions whether the circuits are up."""
 
 
 class RestconfSwitch:

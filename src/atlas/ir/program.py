@@ -319,6 +319,12 @@ class Layout:
     def num_ranks(self) -> int:
         return len(self.rank_dc)
 
+    def about_events(self, *, split: bool) -> int:
+        """About as many events as a Program has with recompute: by microbatch and stage, F, R, B (`split`: I and W) and
+        a transfer each way. Budgets and limits of size use it before there is a Program; `Program.num_events` counts.
+        """
+        return (6 if split else 5) * self.num_pipelines * self.num_stages * self.num_microbatches
+
 
 # ---- the dispatch rule ---------------------------------------------------------------------------------------------
 # A worker or a WAN queue takes the smallest key first and is never idle while something is ready. Simulator and runtime

@@ -2,7 +2,8 @@
 actions, `0F0 0SEND_F0 0RECV_B0 0B0`. Sends follow their producer, receives precede their consumer.
 
 `to_text` writes it and `from_text`, its exact inverse, reads it, also after a person edited it: it checks that the
-text is well formed and names the line that is not. `ir.check` checks the Program. `to_torch_csv` exports to torch.
+text is well formed and names the line that is not. `ir.assemble.check` checks the Program; `to_torch_csv` exports it to
+torch.
 """
 
 from __future__ import annotations

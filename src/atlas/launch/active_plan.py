@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from atlas.errors import AtlasError
-from atlas.launch.fewer_hosts import HostPlace, TrainedOn, trained_on
+from atlas.launch.fewer_hosts import HostPlace, RemainingPlan, trained_on
 from atlas.launch.membership import Membership, is_or_are
 from atlas.launch.prepared_job import PreparedJob
 from atlas.launch.train_options import TrainOptions
@@ -26,7 +26,7 @@ class ActivePlan:
     ) -> None:
         self.full, self.membership, self.options = full, membership, options
         self._say, self._ask = say, ask
-        self._computed: dict[object, TrainedOn] = {}
+        self._computed: dict[object, RemainingPlan] = {}
         self.prepared = self._without(membership.lost).prepared
 
     def lose(self, places: frozenset[HostPlace]) -> None:
@@ -64,7 +64,7 @@ class ActivePlan:
         self.prepared = new.prepared
         self.membership.readmit(new.lost)
 
-    def _grown(self) -> TrainedOn | None:
+    def _grown(self) -> RemainingPlan | None:
         """What would be trained with the hosts that wait, if it is faster."""
         back = self.membership.could_fill()
         if not back:
@@ -75,7 +75,7 @@ class ActivePlan:
             return None
         return new if new.prepared.predicted_s < self.prepared.predicted_s else None
 
-    def _without(self, lost: frozenset[HostPlace]) -> TrainedOn:
+    def _without(self, lost: frozenset[HostPlace]) -> RemainingPlan:
         """Computed once: the planner may take seconds, and a host may wait for long."""
         key = (lost, tuple(sorted(self.membership.num_hosts.items())))
         if key not in self._computed:

@@ -38,7 +38,7 @@ from atlas.launch.control_channel import Message, unpack_text
 from atlas.launch.forkserver import fork_server
 from atlas.launch.ledger import Ledger
 from atlas.launch.machine import memory_name
-from atlas.launch.preflight import WorkerNeed, devices_for, free_bytes, layers_of, require_room
+from atlas.launch.preflight import WorkerNeed, devices_for, free_bytes, layers_of, require_memory
 from atlas.launch.remote_workers import BY_SCHEDULER
 from atlas.launch.rendezvous import AgentName, RendezvousClient
 from atlas.launch.run_state import ATTEMPT_BITS
@@ -46,14 +46,13 @@ from atlas.launch.site_network import SiteNetwork
 from atlas.launch.site_rails import EMULATED, SiteRails
 from atlas.launch.site_records import SiteRecords
 from atlas.launch.worker_logs import WorkerLogs, log_folder
-from atlas.launch.worker_processes import WorkerProcesses
+from atlas.launch.worker_processes import WORKER, WorkerProcesses
 from atlas.runtime.assignment import SHIPPED, Assignment, FillerChoice, SaveChoice, SumsKind, TrainingSetup, read
-from atlas.runtime.wiring import GroupShape, WorkerRole
+from atlas.runtime.topology import GroupShape, WorkerRole
 from atlas.wan.security.credentials import Security
 from atlas.wan.transport.base import Address, PeerRoute
 
 POLL_S = 0.2
-WORKER = "atlas.runtime.process"
 ROTATE_S = 10.0
 """Between looks at the sizes of log files."""
 
@@ -274,7 +273,7 @@ class Agent:
         roles = [_role(wanted, programs, row) for row in wanted["workers"]]
         devices = devices_for(len(roles), mine.device, attempt.name.datacenter, mine.local_rank, tp=wanted["tp"])
         needs, beside = ([WorkerNeed(*need) for need in wanted[key]] for key in ("needs", "beside"))
-        require_room(needs, mine.device, tp=wanted["tp"], beside=beside)
+        require_memory(needs, mine.device, tp=wanted["tp"], beside=beside)
         saves = attempt.exchange is not None
         mine.network.require_ports(len(roles), saves=saves, serves=saves)  # a new plan may have more workers here
         layers = [layer for role in roles for layer in layers_of(role, trainings[role.group])]

@@ -12,7 +12,9 @@ import time
 from atlas.launch.worker_processes import WorkerGroup
 
 NUM_QUESTIONS = 5
+"""Per worker; the answer with the shortest round trip counts."""
 TIMEOUT_S = 20.0
+"""For the answers of all workers to one question."""
 
 
 def offsets_ns(workers: WorkerGroup) -> dict[str, int]:

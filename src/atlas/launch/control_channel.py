@@ -27,7 +27,11 @@ log = logging.getLogger("atlas.launch")
 MAX_FRAME_BYTES = 64 << 20
 """Larger than the text of a Program of half a million ops."""
 MAX_KEPT_BYTES = 4 * MAX_FRAME_BYTES
+"""Of sent messages that the other side has not confirmed."""
+LOOK_S = 0.02
+"""Between two looks whether everything is confirmed."""
 HEARTBEAT_S = 0.5
+"""Between two frames of a channel with nothing to say."""
 SILENCE_S = 5.0
 """A connection that is silent for this long is broken. Ten heartbeats."""
 READ_BYTES = 1 << 18
@@ -109,7 +113,7 @@ class ControlChannel:
         """Wait until the other side has confirmed everything, or is disconnected; whether all is confirmed."""
         deadline = time.monotonic() + timeout_s
         while self._kept and self.is_connected and time.monotonic() < deadline:
-            time.sleep(0.02)
+            time.sleep(LOOK_S)
         return not self._kept
 
     def attach(self, connection: ControlConnection, num_they_received: int) -> None:

@@ -23,7 +23,7 @@ from atlas.launch.clocks import offsets_ns
 from atlas.launch.control_channel import pack_text
 from atlas.launch.local_sums import sums_by_datacenter
 from atlas.launch.membership import LostHostsError, Membership
-from atlas.launch.preflight import LauncherRoom, require_room_together
+from atlas.launch.preflight import LauncherMemory, require_memory_together
 from atlas.launch.prepared_job import PreparedJob, copy_targets
 from atlas.launch.remote_workers import RemoteWorkers
 from atlas.launch.rendezvous import AgentName, JoinedAgent, Rendezvous
@@ -36,7 +36,7 @@ from atlas.launch.site_rails import rails_message, relay_circuits, slowest_chang
 from atlas.launch.supervisor import run_with_restarts
 from atlas.launch.train_options import TrainOptions, compiler
 from atlas.runtime.assignment import read
-from atlas.runtime.wiring import PeerLink, WorkerRole
+from atlas.runtime.topology import PeerLink, WorkerRole
 from atlas.wan.security.credentials import Security
 from atlas.wan.transport.base import Address, PeerRoute
 
@@ -47,6 +47,7 @@ FETCH_S = 600.0
 SILENT_PATIENCES = 10
 """The run fails when no worker sends anything for this many times `patience_s`."""
 FINISH_S = 5.0
+"""How long the agents may take to confirm the end of the run."""
 
 Route = Callable[[str, str, Address], Address]
 """For tests: the address at which `src` reaches an address of `dst`."""
@@ -315,18 +316,18 @@ class Coordinator:
             "patience_s": options.patience_s + slowest_change_s(prepared),
         }
         shares = prepared.roles_by_agent([agent.name for agent in agents])
-        rooms = {agent.name: self._room(agent.name, shares[agent.name], start) for agent in agents}
-        require_room_together(list(rooms.values()))
+        memories = {agent.name: self._memory(agent.name, shares[agent.name], start) for agent in agents}
+        require_memory_together(list(memories.values()))
         for agent in agents:
-            roles, room = shares[agent.name], rooms[agent.name]
-            mates = [other for other in rooms.values() if other is not room and room.shares_gpu(other)]
+            roles, memory = shares[agent.name], memories[agent.name]
+            mates = [other for other in memories.values() if other is not memory and memory.shares_gpu(other)]
             pace = {
                 role.name: prepared.parts[role.group].costs.compute_ns[role.worker // role.program.num_ranks].tolist()
                 for role in roles
                 if options.device == "paced"
             }
             own: dict[str, Any] = {"workers": [[role.group, role.cell, role.worker] for role in roles]}
-            own |= {"compute_ns": pace, "needs": room.needs}
+            own |= {"compute_ns": pace, "needs": memory.needs}
             own["beside"] = [need for mate in mates for need in mate.needs]
             own["rails"] = rails_message(prepared, shares, agent.name)
             own |= {"copy_to": start.copies.get(agent.name.node), "sums": self._sums[agent.name.datacenter]}
@@ -335,11 +336,11 @@ class Coordinator:
         if self._callbacks.on_start is not None:
             self._callbacks.on_start({name: pid for found in pids.values() for name, pid in found.items()})
 
-    def _room(self, name: AgentName, roles: Sequence[WorkerRole], start: ResumePoint) -> LauncherRoom:
+    def _memory(self, name: AgentName, roles: Sequence[WorkerRole], start: ResumePoint) -> LauncherMemory:
         facts = self._found[name.node]
         needs = self.prepared.needs_of(roles, saves=start.saves)
         device = facts.get("device", self.options.device)
-        return LauncherRoom(str(name), needs, device, facts.get("memory", ""), facts.get("free_bytes"))
+        return LauncherMemory(str(name), needs, device, facts.get("memory", ""), facts.get("free_bytes"))
 
     def _connect(
         self, workers: RemoteWorkers, sites: Mapping[str, SiteFacts], start: ResumePoint, monitor: RunMonitor

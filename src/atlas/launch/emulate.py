@@ -23,21 +23,20 @@ from atlas.ir.program import Kind, Program
 from atlas.ir.text import to_text
 from atlas.ir.timeline import Timeline
 from atlas.launch.checkpoint_folders import first_step
-from atlas.launch.paths import NodePaths, WeatherDraw, meeting_paths, paths_of
+from atlas.launch.paths import NodePaths, WeatherDraw, group_paths, paths_of
 from atlas.launch.prepared_job import PreparedGroup, divided, links_of, roles_of, shapes_of
 from atlas.launch.rails import RailControl, RailCosts, RailReport, RailSettings
 from atlas.launch.report.events import OnStep
 from atlas.launch.run_monitor import RunMonitor, RunOutcome, connect_workers
 from atlas.launch.worker_logs import WorkerLogs
-from atlas.launch.worker_processes import WorkerProcesses
-from atlas.planner.meet import group_lanes
+from atlas.launch.worker_processes import WORKER, WorkerProcesses
+from atlas.planner.group_sums import group_lanes
 from atlas.runtime.assignment import Assignment, FillerChoice, SaveChoice, TrainingSetup
 from atlas.runtime.models.config import require_divisible
-from atlas.runtime.wiring import TIED, PeerLink, WorkerRole, all_roles, require_runnable
+from atlas.runtime.topology import TIED, PeerLink, WorkerRole, all_roles, require_runnable
 from atlas.wan.emulator.proxy_net import ProxyNet
 from atlas.wan.transport.base import Address
 
-WORKER = "atlas.runtime.process"
 START_TIMEOUT_S = 600.0
 """Reading a large model or checkpoint takes minutes; a worker that dies is reported at once in any case."""
 HEADSTART_NS = 100_000_000
@@ -210,7 +209,7 @@ def _paths(
         where = (group.job.cells, roles[0].groups, number, settings.weather)
         paths |= paths_of(group.program, group.costs, num_bytes, *where)
     lanes = group_lanes([group.job for group in settings.groups], settings.tcp, settings.slower)
-    return paths | meeting_paths(roles, training.model.config, settings.tp, lanes.transmit_s, lanes.latency_s)
+    return paths | group_paths(roles, training.model.config, settings.tp, lanes.transmit_s, lanes.latency_s)
 
 
 def _assign(

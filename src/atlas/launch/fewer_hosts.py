@@ -28,7 +28,7 @@ HostPlace = tuple[str, int]
 
 
 @dataclass(frozen=True)
-class TrainedOn:
+class RemainingPlan:
     """What is trained without some hosts."""
 
     prepared: PreparedJob
@@ -42,14 +42,14 @@ class TrainedOn:
 
 def trained_on(
     full: PreparedJob, num_hosts: Mapping[str, int], lost: frozenset[HostPlace], options: TrainOptions
-) -> TrainedOn:
+) -> RemainingPlan:
     """`num_hosts`: by datacenter, lost ones included. Raises AtlasError if the remaining hosts cannot train it."""
     left = {dc: count - sum(place[0] == dc for place in lost) for dc, count in num_hosts.items()}
     if not lost:
-        return TrainedOn(full, lost, "all hosts are connected", False)
+        return RemainingPlan(full, lost, "all hosts are connected", False)
     fewer = None if full.groups else _fewer_pipelines(full, num_hosts, left, options)
     if fewer is not None:
-        return TrainedOn(fewer, lost, _pipelines_in_words(full, fewer), False)
+        return RemainingPlan(fewer, lost, _pipelines_in_words(full, fewer), False)
     gone = {dc for dc, count in left.items() if count == 0}
     affected = {dc for dc, _ in lost}
     if affected > gone:
@@ -68,10 +68,12 @@ def trained_on(
     return _replanned(full, job, lost | everything, "On the remaining datacenters", options)
 
 
-def _replanned(full: PreparedJob, job: Job, lost: frozenset[HostPlace], where: str, options: TrainOptions) -> TrainedOn:
+def _replanned(
+    full: PreparedJob, job: Job, lost: frozenset[HostPlace], where: str, options: TrainOptions
+) -> RemainingPlan:
     new = prepare_job(job, options, full)
     counts = ", ".join(f"{new.program.rank_dc.count(dc)} in {dc}" for dc in new.datacenters)
-    return TrainedOn(new, lost, f"{where}: {new.program.num_ranks} stages ({counts})", True)
+    return RemainingPlan(new, lost, f"{where}: {new.program.num_ranks} stages ({counts})", True)
 
 
 def _fewer_pipelines(

@@ -15,17 +15,19 @@ from typing import Any
 
 import yaml
 
-from atlas.errors import SpecError
+from atlas.errors import START_AGAIN, SpecError
 from atlas.launch.hosts import NUM_HOSTS, hosts_needed, workers_per_host
 from atlas.launch.job_readme import DOCKERFILE, readme
 from atlas.spec import Job
+from atlas.spec.document import YAML_WIDTH
 from atlas.spec.recipe import NetworkRecipe
 
 ROOT = "/atlas"
 """Where containers find the plan (config), the certificates (certs) and the disk."""
 MAX_RESTARTS = 100
 """Of a Kubernetes job: hosts come and go for weeks."""
-EXIT_USER, EXIT_AGAIN = 2, 75
+EXIT_USER = 2
+"""Exit code of a mistake in a file or a flag: a restart does not correct it."""
 PORTS = "7701-7740"
 MARK = "Written by `atlas launch`"
 """In every file but the copies of plan and recipe."""
@@ -139,7 +141,7 @@ def slurm_script(choice: LaunchChoice, dc: str) -> str:
         gpus=f"#SBATCH --gpus-per-node={gpus}\n" if gpus else "",
         advertise=choice.advertise(dc),
         line=choice.line(dc, "exec atlas"),
-        again=EXIT_AGAIN,
+        again=START_AGAIN,
     )
 
 
@@ -218,7 +220,7 @@ def _indexed_job(choice: LaunchChoice, dc: str, pod: dict[str, Any], container: 
         "completions": count,
         "completionMode": "Indexed",
         "backoffLimit": MAX_RESTARTS,
-        "podFailurePolicy": {"rules": [rule("FailJob", EXIT_USER), rule("Ignore", EXIT_AGAIN)]},
+        "podFailurePolicy": {"rules": [rule("FailJob", EXIT_USER), rule("Ignore", START_AGAIN)]},
         "template": {"spec": pod},
     }
 
@@ -297,7 +299,7 @@ _BlockDumper.add_representer(str, _text)
 
 
 def _documents(*documents: dict[str, Any]) -> str:
-    body = yaml.dump_all(documents, Dumper=_BlockDumper, sort_keys=False, width=110, explicit_start=True)
+    body = yaml.dump_all(documents, Dumper=_BlockDumper, sort_keys=False, width=YAML_WIDTH, explicit_start=True)
     return f"# Written by `atlas launch`.\n{body}"
 
 

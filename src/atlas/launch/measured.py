@@ -41,7 +41,7 @@ class RunClock:
 
 
 @dataclass
-class Records:
+class WorkerRecords:
     """The records of all workers of a run."""
 
     program: Program
@@ -59,7 +59,7 @@ class Records:
 
     def forget_pass(self) -> None:
         """Drop the oldest pass except its losses and norms; every worker must have reported it."""
-        first = Records(self.program, {name: [steps.pop(0)] for name, steps in self.by_worker.items()})
+        first = WorkerRecords(self.program, {name: [steps.pop(0)] for name, steps in self.by_worker.items()})
         self._losses += first.losses()
         self._norms += first.norms()
         self.num_forgotten += 1

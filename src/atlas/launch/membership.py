@@ -20,7 +20,10 @@ from atlas.launch.train_options import TrainOptions
 GONE_S = 2.0
 """Where a spare waits, a host out of reach for this long is replaced. A launcher that lost only its connection is back
 within `rendezvous.RETRY_S`."""
+POLL_S = 0.2
+"""How long a wait for launchers goes on without a check."""
 REMIND_S = 10.0
+"""Between two lines that say which launchers are missing."""
 
 
 class LostHostsError(Exception):
@@ -112,7 +115,7 @@ class Membership:
                 if now > remind:
                     remind += REMIND_S
                     self._say(f"waiting for {self._missing_in_words(missing)} at {self._address}")
-                self.rendezvous.changed.wait(0.2)
+                self.rendezvous.changed.wait(POLL_S)
         raise StartAgainError(
             f"{self._missing_in_words(missing)} did not connect to {self._address} within {self._options.gather_s:g} "
             "s. Start `atlas train PLAN --dc NAME` there, or leave it out with --without"
@@ -142,7 +145,7 @@ class Membership:
                     for name, agent in known.items():
                         self.rendezvous.put(agent, name)
                     return list(known.values())
-                self.rendezvous.changed.wait(0.2)
+                self.rendezvous.changed.wait(POLL_S)
         return None
 
     def grace_s(self, agent: JoinedAgent) -> float:

@@ -18,7 +18,7 @@ from atlas.launch.agent import Agent, AgentSettings
 from atlas.launch.coordinator import Coordinator, RunCallbacks
 from atlas.launch.hosts import hosts_needed, workers_by_datacenter
 from atlas.launch.membership import is_or_are
-from atlas.launch.preflight import devices_for, require_executable, require_room
+from atlas.launch.preflight import devices_for, require_executable, require_memory
 from atlas.launch.prepared_job import PreparedJob, digest_of, prepare_job
 from atlas.launch.rendezvous import COORDINATOR, AgentName, RendezvousClient
 from atlas.launch.replan import replan
@@ -84,8 +84,8 @@ def _launched(
         return own.run()
     prepared = prepare_job(job, options)
     needs = prepared.needs_of(prepared.roles_of(mine), saves=settings.checkpoints is not None)
-    require_room(needs, settings.device, tp=job.tp)
-    coordinator = _coordinator(prepared, options, settings, callbacks, security, _state_folder(options, settings))
+    require_memory(needs, settings.device, tp=job.tp)
+    coordinator = make_coordinator(prepared, options, settings, callbacks, security, _state_folder(options, settings))
     try:
         host, port = coordinator.rendezvous.address
         own = agent(("127.0.0.1" if is_wildcard(host) else host, port))
@@ -119,7 +119,7 @@ def coordinate(job: Job, options: TrainOptions, settings: AgentSettings, callbac
     prepared = prepare_job(job, options)
     security = security_of(settings.name, settings.certificates, settings.trusted_networks)
     with expiry_watch(settings.certificates, settings.name.datacenter, callbacks.say):
-        return coordinated(_coordinator(prepared, options, settings, callbacks, security, state), callbacks)
+        return coordinated(make_coordinator(prepared, options, settings, callbacks, security, state), callbacks)
 
 
 def coordinated(coordinator: Coordinator, callbacks: RunCallbacks) -> int:
@@ -139,7 +139,7 @@ def _state_folder(options: TrainOptions, settings: AgentSettings) -> Path | None
     return settings.logs if str(options.checkpoints).startswith(OBJECT_STORE) else Path(options.checkpoints)
 
 
-def _coordinator(
+def make_coordinator(
     prepared: PreparedJob,
     options: TrainOptions,
     settings: AgentSettings,

@@ -46,6 +46,7 @@ MAX_DIALS = 64
 REPLY_S = 60.0
 """For what a host has found: it dials each port for 4 s at most, then measures rates one after another."""
 NUM_CLOCKS = 3
+"""Questions for the clock of each launcher; the one with the shortest round trip counts."""
 LATE_S = 2.0
 """How long to wait for further sites after a connection was refused: most likely it was one of those missing."""
 POLL_S = 0.2

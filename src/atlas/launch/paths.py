@@ -16,10 +16,10 @@ from atlas.cost.table import FAIR, TURNS, Costs
 from atlas.cost.weather import HOUR_S, cross_queue_s, emulated_cross
 from atlas.errors import ProgramError
 from atlas.ir.program import BACKWARD, FORWARD, Program
+from atlas.runtime.group_sum_plan import group_parts, norm_receivers, rounds
 from atlas.runtime.links import sliced_bytes
-from atlas.runtime.meeting_plan import norm_receivers, rounds, stage_meeting
 from atlas.runtime.models.config import DecoderConfig
-from atlas.runtime.wiring import GroupShape, WorkerRole
+from atlas.runtime.topology import GroupShape, WorkerRole
 from atlas.wan.emulator.paths import PathSpec, Trunk
 from atlas.wan.transport.wire import HEADER_BYTES
 
@@ -70,7 +70,7 @@ def _crossed(path: PathSpec, costs: Costs, pipeline: int, boundary: int, draw: W
     return replace(path, queue_bytes=queue_bytes, cross=cross, cross_back=cross_back)
 
 
-def meeting_paths(
+def group_paths(
     roles: Sequence[WorkerRole],
     config: DecoderConfig,
     tp: int,
@@ -103,7 +103,7 @@ def _met_bytes(role: WorkerRole, config: DecoderConfig, tp: int) -> Counter[str]
     """By node of the next group: what a worker sends to it in a step."""
     after, plan, sent = (
         role.groups[(role.group + 1) % len(role.groups)],
-        stage_meeting(role, config, tp),
+        group_parts(role, config, tp),
         Counter[str](),
     )
     for round in rounds(role.group, len(role.groups)):

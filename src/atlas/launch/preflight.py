@@ -16,7 +16,7 @@ from atlas.errors import AtlasError, SpecError
 from atlas.runtime.assignment import FillerChoice, TrainingSetup
 from atlas.runtime.models.config import model_layers
 from atlas.runtime.models.sizes import layer_sizes
-from atlas.runtime.wiring import WorkerRole
+from atlas.runtime.topology import WorkerRole
 from atlas.spec import Job
 
 GIB = 1 << 30
@@ -123,7 +123,7 @@ def _need(role: WorkerRole, training: TrainingSetup, activations: int, *, saves:
     return WorkerNeed(int(mine.total), activations, int(received), int(snapshot))
 
 
-def require_room(needs: Sequence[WorkerNeed], device: str, *, tp: int = 1, beside: Sequence[WorkerNeed] = ()) -> None:
+def require_memory(needs: Sequence[WorkerNeed], device: str, *, tp: int = 1, beside: Sequence[WorkerNeed] = ()) -> None:
     """Raise if these workers exceed the memory of a GPU here, or the host's free memory. `beside`: workers of other
     launchers that use the same GPU."""
     if device.startswith("cuda"):
@@ -144,7 +144,7 @@ def host_bytes(needs: Sequence[WorkerNeed], device: str) -> int:
     return on_host + sum(need.on_device for need in needs)
 
 
-class LauncherRoom(NamedTuple):
+class LauncherMemory(NamedTuple):
     """A launcher's workers, and the memory that it has for them."""
 
     name: str
@@ -155,11 +155,11 @@ class LauncherRoom(NamedTuple):
     free_bytes: int | None
     """Before any of them starts workers."""
 
-    def shares_gpu(self, other: LauncherRoom) -> bool:
+    def shares_gpu(self, other: LauncherMemory) -> bool:
         return ":" in self.device and (self.memory, self.device) == (other.memory, other.device) and bool(self.memory)
 
 
-def require_room_together(launchers: Sequence[LauncherRoom]) -> None:
+def require_memory_together(launchers: Sequence[LauncherMemory]) -> None:
     """Raise if launchers on one machine exceed its free memory together. Each checks its own part itself."""
     for memory in dict.fromkeys(launcher.memory for launcher in launchers if launcher.memory):
         mates = [launcher for launcher in launchers if launcher.memory == memory and launcher.needs]

@@ -23,12 +23,12 @@ from atlas.launch.measured import with_norm
 from atlas.launch.preflight import WorkerNeed, worker_needs
 from atlas.launch.rendezvous import AgentName
 from atlas.launch.train_options import TrainOptions, agreed, make_training
-from atlas.planner.meet import group_waits
-from atlas.planner.whole import done_s
+from atlas.planner.group_sums import group_waits
+from atlas.planner.plan_simulation import done_s
 from atlas.runtime.assignment import TrainingSetup
-from atlas.runtime.meeting_plan import meeting_links
+from atlas.runtime.group_sum_plan import group_links
 from atlas.runtime.models.config import require_divisible
-from atlas.runtime.wiring import GroupShape, PeerLink, WorkerRole, all_roles, require_runnable
+from atlas.runtime.topology import GroupShape, PeerLink, WorkerRole, all_roles, require_runnable
 from atlas.sim import simulate
 from atlas.spec import Job
 
@@ -79,7 +79,7 @@ def roles_of(groups: Sequence[PreparedGroup], shapes: tuple[GroupShape, ...]) ->
 def links_of(role: WorkerRole, training: TrainingSetup, tp: int) -> list[PeerLink]:
     """All that a worker opens."""
     config = training.model.config
-    return [*role.links(tied=config.tied), *meeting_links(role, config, tp)]
+    return [*role.links(tied=config.tied), *group_links(role, config, tp)]
 
 
 def divided(training: TrainingSetup, group: PreparedGroup) -> TrainingSetup:

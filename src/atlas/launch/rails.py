@@ -20,20 +20,19 @@ from typing import Any, NamedTuple
 from atlas.cost.table import Circuits
 from atlas.errors import AtlasError, WorkerError
 from atlas.fabric.circuit_plan import CircuitChange, circuit_plan
-from atlas.fabric.controller import Controller
+from atlas.fabric.controller import DEADLINE_S, DELAYS, Controller
 from atlas.fabric.switch import EmulatedSwitch, Switch, SwitchError
 from atlas.ir.assemble import repeated
 from atlas.ir.circuit_phases import hop_pairs
 from atlas.ir.program import Ints, Program
 from atlas.launch.worker_processes import WorkerGroup
 from atlas.runtime.circuits import RING
-from atlas.runtime.wiring import WorkerRole
+from atlas.runtime.topology import WorkerRole
 from atlas.sim.lower import gates_of
 from atlas.sim.phases import reconfigurations
 
-DEADLINE_S = 2.0
-"""Beyond three times its delay, a switch is late."""
 END_S = 5.0
+"""What the controller's thread may take to end."""
 MakeSwitch = Callable[[str, float], Switch]
 """By datacenter and delay, seconds."""
 
@@ -80,7 +79,7 @@ def changing_pairs(program: Program, circuits: Circuits | None) -> tuple[tuple[i
 def longest_change_s(circuits: Iterable[Circuits | None]) -> float:
     """How long a change may take at most; 0 where no circuits change."""
     delays = [max(one.delay_ns) for one in circuits if one is not None]
-    return DEADLINE_S + 3 * max(delays) / 1e9 if delays else 0.0
+    return DEADLINE_S + DELAYS * max(delays) / 1e9 if delays else 0.0
 
 
 class _CellRails:

@@ -17,7 +17,7 @@ from atlas.ir.timeline import Timeline
 from atlas.launch.checkpoint_folders import find_checkpoints, first_step
 from atlas.launch.emulate import MANY_STREAMS, Emulation, EmulationSettings, emulate
 from atlas.launch.paths import WeatherDraw, require_emulable
-from atlas.launch.preflight import require_executable, require_room
+from atlas.launch.preflight import require_executable, require_memory
 from atlas.launch.prepared_job import PreparedGroup, PreparedJob, prepare_job
 from atlas.launch.rails import RailSettings
 from atlas.launch.report.events import OnStep, StepEvent
@@ -71,7 +71,7 @@ def rehearse(job: Job, options: TrainOptions, *, on_step: OnStep | None = None) 
     prepared = prepare_job(job, options)
     _require_small(prepared)
     needs = prepared.needs_of(prepared.roles, saves=options.checkpoints is not None)
-    require_room(needs, options.device, tp=prepared.job.tp)
+    require_memory(needs, options.device, tp=prepared.job.tp)
     groups = tuple(group.scaled(options.slower) for group in prepared.groups)
     prepared = replace(prepared, costs=prepared.costs.scaled(options.slower), groups=groups)
     for part in prepared.parts:

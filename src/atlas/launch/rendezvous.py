@@ -30,9 +30,13 @@ from atlas.wan.transport.base import Address
 
 log = logging.getLogger("atlas.launch")
 VERSION = 3
+"""Of this protocol: all launchers of a run need the same."""
 HELLO_S = 10.0
+"""What a launcher may take to say who it is."""
 RETRY_S = 0.3
+"""Pause before a launcher dials again."""
 REMIND_S = 60.0
+"""Between two lines of a launcher that still waits for the others."""
 MAX_HELLO_BYTES = 1 << 16
 
 SPARE = -1

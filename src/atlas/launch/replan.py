@@ -38,7 +38,7 @@ def replan(
         ) from None
     for judged in (planned.winner, *planned.rivals):
         candidate = judged.candidate
-        is_whole = candidate.slots == planned.space.slots(candidate.microbatch)
+        is_whole = candidate.slots == planned.space.total_microbatches(candidate.microbatch)
         if is_whole and len(candidate.groups) == 1:
             return candidate.job(left, 0)
     return _one_pipeline(left, batch, schedule)

@@ -21,11 +21,11 @@ from atlas.errors import START_AGAIN, DivergedRunError, StopSignal, WorkerError
 from atlas.ir.program import Program
 from atlas.ir.timeline import Timeline
 from atlas.launch.clocks import offsets_ns
-from atlas.launch.measured import Records, RunClock
+from atlas.launch.measured import RunClock, WorkerRecords
 from atlas.launch.report.events import OnStep, StepEvent
 from atlas.launch.worker_processes import WorkerGroup
 from atlas.runtime.links import PeerAddress
-from atlas.runtime.wiring import PeerLink, WorkerRole
+from atlas.runtime.topology import PeerLink, WorkerRole
 from atlas.wan.transport.base import Address
 from atlas.wan.transport.stream_slot import Faults
 
@@ -35,7 +35,9 @@ HEADSTART_NS = 500_000_000
 STALL_S, STALL_ITERATIONS = 5.0, 4
 """No step for this long, and for as many iterations, is a stall: all workers are asked what they wait for."""
 ANSWER_S = 1.0
+"""What workers may take to say what they wait for."""
 POLL_S = 0.25
+"""Between two checks whether a step has finished."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ class RunMonitor:
 
     def __post_init__(self) -> None:
         self.num_done = self.first_step
-        self.records = Records(self.program)
+        self.records = WorkerRecords(self.program)
         self._clock: RunClock | None = None
         self._num_reports: Counter[int] = Counter()
         self._next_step = dict.fromkeys(self.workers.names, self.first_step)

@@ -28,7 +28,7 @@ from atlas.launch.remote_workers import RemoteWorkers
 from atlas.launch.rendezvous import AgentName
 from atlas.launch.worker_processes import WorkerGroup, WorkerProcesses
 from atlas.runtime.assignment import read
-from atlas.runtime.wiring import WorkerRole
+from atlas.runtime.topology import WorkerRole
 from atlas.spec import Job
 
 EMULATED = "emulated"

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from atlas.launch.control_channel import Message
-from atlas.runtime.wiring import WorkerRole
+from atlas.runtime.topology import WorkerRole
 
 MOMENTS = frozenset({"op_start_ns", "op_end_ns", "ready_ns", "start_ns", "arrive_ns", "fills"})
 EMPTY: Message = {"loss": None, "losses": [], "norms": [], "tokens": 0, "compiled": ""}

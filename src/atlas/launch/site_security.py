@@ -15,6 +15,7 @@ from atlas.wan.security.certs import expiry_warnings, require_current, require_o
 from atlas.wan.security.credentials import Credentials, Security
 
 EVERY_S = 12 * 3600.0
+"""Between two checks of the certificates."""
 
 
 def security_of(name: AgentName, certificates: Path | None, trusted_networks: tuple[str, ...]) -> Security:

@@ -27,6 +27,7 @@ from atlas.sim import simulate
 MS = 1_000_000
 MAX_PREDICTION_ERROR = 0.20
 MAX_RELATIVE_DIFFERENCE = 1e-5
+"""Of a loss, and of the norm of a parameter's difference: sums in float32 in another order."""
 ATTEMPTS = 3
 """A machine that is busy with something else makes the host late, not the prediction wrong."""
 

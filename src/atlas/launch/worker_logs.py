@@ -15,7 +15,9 @@ from pathlib import Path
 MAX_BYTES = 16 << 20
 """Of a log file before it is rotated: about a day of warnings."""
 MAX_ATTEMPTS = 20
+"""Whose log files are kept."""
 TAIL_LINES, TAIL_BYTES = 50, 1 << 16
+"""Of a log file, shown when its worker fails: at most so many lines, of at most so many bytes."""
 
 
 class WorkerLogs:

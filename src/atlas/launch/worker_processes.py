@@ -25,6 +25,8 @@ from atlas.launch.worker_logs import WorkerLogs
 from atlas.lifetime import Closing, describe_exit
 
 log = logging.getLogger("atlas.launch")
+WORKER = "atlas.runtime.process"
+"""The module of a worker process."""
 GRACE_S = 0.7
 """How long to collect errors of other workers after the first: the worker that died is the cause, not those that lost
 their connection to it."""
@@ -178,7 +180,7 @@ def _require_importable(*packages: str) -> None:
             raise MissingExtraError(package, EXTRAS[package], "a worker")
 
 
-class _Worker(NamedTuple):
+class _WorkerProcess(NamedTuple):
     child: Child
     stdin: TextIO
 
@@ -190,7 +192,7 @@ class WorkerProcesses(WorkerGroup):
         super().__init__(names)
         _require_importable("torch", "safetensors")
         self.logs = logs or WorkerLogs()
-        self._workers: dict[str, _Worker] = {}
+        self._workers: dict[str, _WorkerProcess] = {}
         self._sending = threading.Lock()
         self._readers: list[threading.Thread] = []
         try:
@@ -223,7 +225,7 @@ class WorkerProcesses(WorkerGroup):
             reader.join(max(0.0, deadline - time.monotonic()))
         self.logs.close()
 
-    def _start(self, module: str, name: str) -> _Worker:
+    def _start(self, module: str, name: str) -> _WorkerProcess:
         their_stdin, stdin = os.pipe()
         stdout, their_stdout = os.pipe()
         try:
@@ -239,7 +241,7 @@ class WorkerProcesses(WorkerGroup):
         reader = threading.Thread(target=self._read, args=(name, os.fdopen(stdout)), daemon=True)
         reader.start()
         self._readers.append(reader)
-        return _Worker(child, os.fdopen(stdin, "w"))
+        return _WorkerProcess(child, os.fdopen(stdin, "w"))
 
     def _read(self, name: str, stdout: TextIO) -> None:
         with stdout, contextlib.suppress(ValueError, OSError):

@@ -14,18 +14,19 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from atlas.errors import AtlasError
-from atlas.planner.candidate import kind_of
+from atlas.evaluate import Progress
 from atlas.planner.families import Families, faster_links, score
-from atlas.planner.pool import Tick
-from atlas.planner.run import Planned, finds_better, make_plan
+from atlas.planner.run import SearchResult, finds_better, make_plan
 from atlas.spec import Job
 from atlas.spec.job import Route
 
 STEPS = 6
 """Bisection steps: they narrow a factor of 256 to about 10 %."""
 WIDEST = 256.0
-"""The largest factor on a figure that is tried."""
-MOST_S = 13.0
+"""The largest factor on bandwidth and latency that is tried."""
+MOST_NODES = 64.0
+"""The largest factor on the nodes of a datacenter that is tried."""
+CPU_LIMIT_S = 13.0
 """CPU time of all searches together. A question whose share of it is used up is answered by a range."""
 
 
@@ -46,7 +47,7 @@ ACROSS = ("pipeline", "data")
 
 
 @dataclass(frozen=True)
-class _Edge:
+class _Threshold:
     """The verdict changes between two factors; `near` is the one with today's verdict."""
 
     near: float
@@ -56,11 +57,11 @@ class _Edge:
 
 
 @dataclass
-class _Asker:
+class _RegionComparison:
     """Compares one region with several regions after a figure of the job was changed."""
 
     families: Families
-    tick: Tick | None
+    progress: Progress | None
     until: float
     """CPU time at which the current question is given up."""
     searched: float = 1.0
@@ -68,7 +69,7 @@ class _Asker:
     asked: int = 0
 
     @property
-    def planned(self) -> Planned:
+    def planned(self) -> SearchResult:
         return self.families.planned
 
     @property
@@ -104,25 +105,28 @@ class _Asker:
     def _count(self) -> None:
         if time.process_time() > self.until:
             raise TimeoutError
-        if self.tick is not None:
-            self.tick("break-even", self.asked, 0)
+        if self.progress is not None:
+            self.progress("break-even", self.asked, 0)
         self.asked += 1
 
 
 def break_even(
-    families: Families, *, ask: Collection[str] = ("bandwidth", "latency", "gpus", "egress"), tick: Tick | None = None
+    families: Families,
+    *,
+    ask: Collection[str] = ("bandwidth", "latency", "gpus", "egress"),
+    progress: Progress | None = None,
 ) -> list[BreakEven]:
     """Bandwidth, latency, GPUs and egress, one answer each; none where there is nothing to compare."""
     planned = families.planned
     alone, together = families.alone, families.together
     if alone is None or together is None or planned.objective.has_limits:
         return []
-    end = time.process_time() + MOST_S
-    asker = _Asker(families, tick, end)
+    end = time.process_time() + CPU_LIMIT_S
+    comparison = _RegionComparison(families, progress, end)
     try:
-        plain = asker.best(planned.job, "pipeline")
-        if kind_of(together.candidate) == "pipeline" and math.isfinite(plain):
-            asker.searched = min(1.0, score(planned, together) / plain)
+        plain = comparison.best(planned.job, "pipeline")
+        if together.candidate.kind == "pipeline" and math.isfinite(plain):
+            comparison.searched = min(1.0, score(planned, together) / plain)
     except (TimeoutError, KeyboardInterrupt):
         return []
     wins = score(planned, together) < score(planned, alone)
@@ -130,17 +134,17 @@ def break_even(
     questions = {"bandwidth": _bandwidth, "latency": _latency, "gpus": _gpus, "egress": _egress}
     for left, what in zip(range(len(ask), 0, -1), ask, strict=True):
         now = time.process_time()
-        asker.until = now + (end - now) / left
+        comparison.until = now + (end - now) / left
         try:
-            found.append(questions[what](asker, wins))
+            found.append(questions[what](comparison, wins))
         except TimeoutError:
-            found.append(BreakEven(what, None, f"{what}: not found within {MOST_S:g} s of CPU time."))
+            found.append(BreakEven(what, None, f"{what}: not found within {CPU_LIMIT_S:g} s of CPU time."))
         except KeyboardInterrupt:
             break
     return found
 
 
-def _edge(wins_at: Callable[[float], bool], wins: bool, far: float) -> _Edge | None:
+def _threshold(wins_at: Callable[[float], bool], wins: bool, far: float) -> _Threshold | None:
     """Where between the factors 1 and `far` the verdict changes; None where it does not."""
     if wins_at(far) == wins:
         return None
@@ -150,107 +154,118 @@ def _edge(wins_at: Callable[[float], bool], wins: bool, far: float) -> _Edge | N
         try:
             near, far = (middle, far) if wins_at(middle) == wins else (near, middle)
         except TimeoutError:
-            return _Edge(near, far, is_exact=False)
-    return _Edge(near, far, is_exact=True)
+            return _Threshold(near, far, is_exact=False)
+    return _Threshold(near, far, is_exact=True)
 
 
-def _link_edge(asker: _Asker, wins: bool, far: float, job_at: Callable[[float], Job]) -> _Edge | None:
+def _link_threshold(
+    comparison: _RegionComparison, wins: bool, far: float, job_at: Callable[[float], Job]
+) -> _Threshold | None:
     """The same for links: a kind of plan that loses with better links loses with worse ones, and is not asked again."""
-    scores = {kind: score(asker.planned, judged) for kind, judged in asker.families.best.items()}
-    kinds = [kind for kind in ACROSS if not wins or scores.get(kind, math.inf) < asker.alone_score]
+    scores = {kind: score(comparison.planned, judged) for kind, judged in comparison.families.best.items()}
+    kinds = [kind for kind in ACROSS if not wins or scores.get(kind, math.inf) < comparison.alone_score]
 
     def wins_at(factor: float) -> bool:
-        winners = asker.winners(job_at(factor), asker.alone_score, kinds)
+        winners = comparison.winners(job_at(factor), comparison.alone_score, kinds)
         if factor == far and not wins:  # the best links that are tried
             kinds[:] = list(winners)
             return bool(kinds)
         return any(winners)
 
-    return _edge(wins_at, wins, far)
+    return _threshold(wins_at, wins, far)
 
 
-def _bandwidth(asker: _Asker, wins: bool) -> BreakEven:
-    job = asker.planned.job
-    edge = _link_edge(asker, wins, 1 / WIDEST if wins else WIDEST, lambda factor: changed_links(job, gbps=factor))
+def _bandwidth(comparison: _RegionComparison, wins: bool) -> BreakEven:
+    job = comparison.planned.job
+    threshold = _link_threshold(
+        comparison, wins, 1 / WIDEST if wins else WIDEST, lambda factor: changed_links(job, gbps=factor)
+    )
     now = min(route.pair_gbps for route in _routes(job))
-    if edge is None:
+    if threshold is None:
         return BreakEven("bandwidth", None, _never("bandwidth", "Gbit/s per node pair", now, wins, 1 / WIDEST, WIDEST))
-    where = f"not worth it below {_round(edge.far * now)}" if wins else f"worth it from {_round(edge.far * now)}"
+    where = (
+        f"not worth it below {_round(threshold.far * now)}" if wins else f"worth it from {_round(threshold.far * now)}"
+    )
     after = "" if wins else " on"
-    return _answer("bandwidth", edge, now, f"{where} Gbit/s per node pair{after} (now {now:g})", "Gbit/s per node pair")
+    return _answer(
+        "bandwidth", threshold, now, f"{where} Gbit/s per node pair{after} (now {now:g})", "Gbit/s per node pair"
+    )
 
 
-def _latency(asker: _Asker, wins: bool) -> BreakEven:
-    job = asker.planned.job
-    edge = _link_edge(asker, wins, WIDEST if wins else 1 / WIDEST, lambda factor: changed_links(job, latency=factor))
+def _latency(comparison: _RegionComparison, wins: bool) -> BreakEven:
+    job = comparison.planned.job
+    threshold = _link_threshold(
+        comparison, wins, WIDEST if wins else 1 / WIDEST, lambda factor: changed_links(job, latency=factor)
+    )
     now = max(route.latency_ms for route in _routes(job))
-    if edge is None:
+    if threshold is None:
         return BreakEven("latency", None, _never("latency", "ms one way", now, wins, WIDEST, 1 / WIDEST))
-    where = f"{'not worth it above' if wins else 'worth it below'} {_round(edge.far * now)} ms one way (now {now:g})"
-    return _answer("latency", edge, now, where, "ms one way")
+    where = (
+        f"{'not worth it above' if wins else 'worth it below'} {_round(threshold.far * now)} ms one way (now {now:g})"
+    )
+    return _answer("latency", threshold, now, where, "ms one way")
 
 
-def _answer(what: str, edge: _Edge, now: float, where: str, unit: str) -> BreakEven:
-    if not edge.is_exact:
-        low, high = sorted((edge.near * now, edge.far * now))
+def _answer(what: str, threshold: _Threshold, now: float, where: str, unit: str) -> BreakEven:
+    if not threshold.is_exact:
+        low, high = sorted((threshold.near * now, threshold.far * now))
         where = f"the verdict changes between {_round(low)} and {_round(high)} {unit}"
         where += f" (now {now:g}; no time to narrow it down)"
-    return BreakEven(what, edge.far * now, f"{what}: {where}.")
+    return BreakEven(what, threshold.far * now, f"{what}: {where}.")
 
 
-def _gpus(asker: _Asker, wins: bool) -> BreakEven:
+def _gpus(comparison: _RegionComparison, wins: bool) -> BreakEven:
     """Of the region that adds most to the best single one."""
-    families = asker.families
+    families = comparison.families
     assert families.alone is not None
     home = families.alone.candidate.groups[0].places[0][0]
-    others = [dc for dc in asker.planned.job.cluster.datacenters if dc.name != home]
+    others = [dc for dc in comparison.planned.job.cluster.datacenters if dc.name != home]
     dc = max(others, key=lambda one: one.nodes * one.gpus_per_node)
 
     def job_of(factor: float) -> Job:
-        cluster = asker.planned.job.cluster
+        cluster = comparison.planned.job.cluster
         nodes = max(1, round(dc.nodes * factor))
         more = dc.model_copy(update={"nodes": nodes})
         dcs = tuple(more if one.name == dc.name else one for one in cluster.datacenters)
-        return asker.planned.job.model_copy(update={"cluster": cluster.model_copy(update={"datacenters": dcs})})
+        return comparison.planned.job.model_copy(update={"cluster": cluster.model_copy(update={"datacenters": dcs})})
 
     def wins_at(factor: float) -> bool:
         job = job_of(factor)
-        return any(asker.winners(job, asker.best(job, "one")))
+        return any(comparison.winners(job, comparison.best(job, "one")))
 
-    most = WIDEST / 4
-    edge = _edge(wins_at, wins, 1 / dc.nodes if wins else most)
+    threshold = _threshold(wins_at, wins, 1 / dc.nodes if wins else MOST_NODES)
     now = dc.nodes * dc.gpus_per_node
-    if edge is None:
+    if threshold is None:
         if wins:
             return BreakEven("gpus", None, f"GPUs in {dc.name}: worth it from the first node on (now {now}).")
-        return BreakEven("gpus", None, f"GPUs in {dc.name}: no change up to {now * most:,.0f} (now {now}).")
-    near, count = (max(1, round(dc.nodes * factor)) * dc.gpus_per_node for factor in (edge.near, edge.far))
+        return BreakEven("gpus", None, f"GPUs in {dc.name}: no change up to {now * MOST_NODES:,.0f} (now {now}).")
+    near, count = (max(1, round(dc.nodes * factor)) * dc.gpus_per_node for factor in (threshold.near, threshold.far))
     word, why = f"not worth it with {count:,} or fewer" if wins else f"worth it from {count:,} on", ""
-    if not edge.is_exact:
+    if not threshold.is_exact:
         low, high = sorted((near, count))
         word, why = f"the verdict changes between {low:,} and {high:,}", "; no time to narrow it down"
     return BreakEven("gpus", float(count), f"GPUs in {dc.name}: {word} (now {now:,}{why}).")
 
 
-def _egress(asker: _Asker, wins: bool) -> BreakEven:
+def _egress(comparison: _RegionComparison, wins: bool) -> BreakEven:
     """Where speed is the goal, egress changes only which of the two is cheaper per token."""
-    alone, together = asker.families.alone, asker.families.together
+    alone, together = comparison.families.alone, comparison.families.together
     assert alone is not None
     assert together is not None
-    now = max(route.egress_usd_per_gb for route in _routes(asker.planned.job))
+    now = max(route.egress_usd_per_gb for route in _routes(comparison.planned.job))
     figures = together.figures
     if not figures.egress_usd or not now:
         return BreakEven("egress", None, "egress: the job has no price for it, so no break-even is computed.")
     # The cost of a token is linear in the price of egress, and the plan is the one above.
-    edge = (alone.figures.usd_per_iteration - figures.rent_usd) / figures.egress_usd
-    speed = asker.planned.objective.minimise == "throughput"
+    threshold = (alone.figures.usd_per_iteration - figures.rent_usd) / figures.egress_usd
+    speed = comparison.planned.objective.minimise == "throughput"
     lead = "egress: does not change the speed; " if speed else "egress: "
-    if edge <= 0:
+    if threshold <= 0:
         text = f"{lead}across regions a token costs more even with free egress (now ${now:g}/GB)."
         return BreakEven("egress", None, text)
     word = "below" if figures.usd_per_iteration > alone.figures.usd_per_iteration else "up to"
-    text = f"{lead}across regions a token is cheaper {word} ${_round(edge * now)}/GB (now ${now:g}/GB)."
-    return BreakEven("egress", edge * now, text)
+    text = f"{lead}across regions a token is cheaper {word} ${_round(threshold * now)}/GB (now ${now:g}/GB)."
+    return BreakEven("egress", threshold * now, text)
 
 
 # ---- figures of a job --------------------------------------------------------------------------------------

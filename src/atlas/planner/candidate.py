@@ -147,8 +147,3 @@ KINDS = {
     "pipeline": "pipelines across regions",
     "data": "data parallelism across regions",
 }
-
-
-def kind_of(candidate: Candidate) -> str:
-    """Which of `KINDS` a candidate is."""
-    return candidate.kind

@@ -17,6 +17,9 @@ from atlas.errors import InfeasibleError, SpecError
 from atlas.spec import Job, override
 
 MAX_POINTS = 1000
+"""Values of one sweep: each takes a simulation."""
+DEFAULT_POINTS = 10
+"""Values of a range without a number of them; fewer where it has fewer whole numbers."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,8 @@ def _range(text: str, rest: str) -> tuple[Any, ...]:
     try:
         low, high = float(low_text), float(high_text)
         whole = low.is_integer() and high.is_integer() and "." not in low_text + high_text
-        count = int(count_text.removesuffix("log") or min(10, abs(high - low) + 1 if whole else 10))
+        most = abs(high - low) + 1 if whole else DEFAULT_POINTS
+        count = int(count_text.removesuffix("log") or min(DEFAULT_POINTS, most))
     except ValueError:
         raise _bad(text, "is not a range of numbers", "Write it like 10..100:10, or 1..1000:7log") from None
     if (

@@ -14,13 +14,13 @@ from dataclasses import replace
 import numpy as np
 
 from atlas.errors import InfeasibleError, SpecError
+from atlas.evaluate import Progress
 from atlas.planner.candidate import Candidate
 from atlas.planner.families import Families, find_families
-from atlas.planner.judge import Judged
-from atlas.planner.pool import Tick
-from atlas.planner.run import Confident, Planned, make_plan
-from atlas.planner.search import FEW, Played, Search
-from atlas.planner.whole import Whole
+from atlas.planner.judge import SimulatedCandidate
+from atlas.planner.plan_simulation import PlanSimulation
+from atlas.planner.run import PercentileChoice, SearchResult, make_plan
+from atlas.planner.search import FEW_TRIES, ScheduledCandidate, Search
 from atlas.sim.weather import WeatherRuns
 from atlas.spec import Job
 
@@ -33,29 +33,29 @@ CLEARLY, SURE, RESAMPLES = 0.01, 0.95, 200
 draws. On one of five clusters, a plan that was better by 3 % was worse by 0.3 % under other draws."""
 
 
-def confident(
+def choose_by_percentile(
     families: Families,
     confidence: float,
     *,
     keep: Collection[str] = (),
     tries: int | None = None,
     seed: int = 0,
-    tick: Tick | None = None,
+    progress: Progress | None = None,
 ) -> Families:
     """The families with the winner chosen by the percentile; see `require_weather`."""
     planned = families.planned
     search = Search(planned.space, planned.cluster, planned.objective, seed=planned.seed)
     times_s: dict[int, list[float]] = {}
-    found: list[Played] = []
-    contenders = _contenders(families, _by_constants(planned, keep, tries, tick))
+    found: list[ScheduledCandidate] = []
+    contenders = _contenders(families, _by_constants(planned, keep, tries, progress))
     for k, candidate in enumerate(contenders):
-        if tick is not None:
-            tick("cross traffic", k, len(contenders))
+        if progress is not None:
+            progress("cross traffic", k, len(contenders))
         try:
-            found.append(_played(search, planned, candidate))
+            found.append(_scheduled(search, planned, candidate))
         except InfeasibleError:  # too long to simulate in full
             continue
-        times_s[len(found) - 1] = whole_times_s(found[-1].whole, FIRST_DRAWS, seed)
+        times_s[len(found) - 1] = plan_times_s(found[-1].simulation, FIRST_DRAWS, seed)
     if not found:
         return families
 
@@ -66,24 +66,24 @@ def confident(
 
     finalists = dict.fromkeys([0, *sorted(times_s, key=score)[:FINALISTS]])
     for k in finalists:
-        times_s[k] += whole_times_s(found[k].whole, DRAWS, seed, first=FIRST_DRAWS)
+        times_s[k] += plan_times_s(found[k].simulation, DRAWS, seed, first=FIRST_DRAWS)
     best = min(finalists, key=score)
     sure = np.mean([score(best, which) < score(0, which) for which in _resamples(DRAWS)]) >= SURE
     if score(0) - score(best) < CLEARLY * abs(score(0)) or not sure:
         best = 0
     by_constants_s, best_s = (float(np.percentile(times_s[k], 100 * confidence)) for k in (0, best))
-    played = found[best]
-    said = Confident(confidence, DRAWS, best_s, by_constants_s, best != 0)
+    scheduled = found[best]
+    said = PercentileChoice(confidence, DRAWS, best_s, by_constants_s, best != 0)
     everything = [planned.winner, *planned.rivals]
     chosen = replace(
         planned,
-        winner=played.judged,
-        rivals=tuple(one for one in everything if one.candidate != played.judged.candidate),
-        schedule=played.schedule,
-        iteration_s=played.judged.figures.iteration_s,
-        tries=played.tries,
-        whole=played.whole,
-        confident=said,
+        winner=scheduled.judged,
+        rivals=tuple(one for one in everything if one.candidate != scheduled.judged.candidate),
+        schedule=scheduled.schedule,
+        iteration_s=scheduled.judged.figures.iteration_s,
+        tries=scheduled.tries,
+        simulation=scheduled.simulation,
+        percentile_choice=said,
     )
     return replace(families, planned=chosen)
 
@@ -94,7 +94,9 @@ def _resamples(num: int) -> Sequence[Sequence[int]]:
     return (raw % num).astype(np.int64).reshape(RESAMPLES, num).tolist()
 
 
-def _by_constants(planned: Planned, keep: Collection[str], tries: int | None, tick: Tick | None) -> Judged:
+def _by_constants(
+    planned: SearchResult, keep: Collection[str], tries: int | None, progress: Progress | None
+) -> SimulatedCandidate:
     """The plan of the same job without weather."""
     cluster, calm = planned.job.cluster, {"model": None}
     wan = cluster.wan.model_copy(update=calm)
@@ -104,39 +106,39 @@ def _by_constants(planned: Planned, keep: Collection[str], tries: int | None, ti
     try:
         found = make_plan(
             job, strategy=planned.strategy, objective=goal, keep=keep, global_batch=batch, tcp=tcp, tries=tries,
-            seed=planned.seed, tick=tick,
+            seed=planned.seed, progress=progress,
         )  # fmt: skip
     except InfeasibleError:  # such as a limit on time that only holds in this weather
         return planned.winner
-    return find_families(found, keep=keep, global_batch=batch, tries=tries, tick=tick).planned.winner
+    return find_families(found, keep=keep, global_batch=batch, tries=tries, progress=progress).planned.winner
 
 
-def _contenders(families: Families, by_constants: Judged) -> list[Candidate]:
+def _contenders(families: Families, by_constants: SimulatedCandidate) -> list[Candidate]:
     """The plan by constants first, then the winner, the best of the ranking and of each family; each once."""
     planned = families.planned
     every = [by_constants, planned.winner, *planned.rivals[: CONTENDERS - 1], *families.best.values()]
     return list(dict.fromkeys(judged.candidate for judged in every))
 
 
-def _played(search: Search, planned: Planned, candidate: Candidate) -> Played:
-    if candidate == planned.winner.candidate and planned.whole is not None:
-        return Played(planned.winner, planned.schedule, planned.tries, planned.whole)
-    return search.play(candidate, min(FEW, planned.tries) if planned.tries else 0)
+def _scheduled(search: Search, planned: SearchResult, candidate: Candidate) -> ScheduledCandidate:
+    if candidate == planned.winner.candidate and planned.simulation is not None:
+        return ScheduledCandidate(planned.winner, planned.schedule, planned.tries, planned.simulation)
+    return search.schedule(candidate, min(FEW_TRIES, planned.tries) if planned.tries else 0)
 
 
-def _score(planned: Planned, percentile_s: float, played: Played) -> float:
+def _score(planned: SearchResult, percentile_s: float, scheduled: ScheduledCandidate) -> float:
     """The objective with the percentile in place of the mean; rent grows with time."""
-    figures = played.judged.figures
+    figures = scheduled.judged.figures
     usd = figures.usd_per_iteration + (figures.usd_per_iteration - figures.egress_usd) * (
         percentile_s / figures.iteration_s - 1
     )
     return float(planned.objective.score(percentile_s, usd, figures.tokens))
 
 
-def whole_times_s(whole: Whole, draws: int, seed: int, first: int = 0) -> list[float]:
+def plan_times_s(simulation: PlanSimulation, draws: int, seed: int, first: int = 0) -> list[float]:
     """Iterations of a plan under draws: that of its slowest group, and the rest as under the mean."""
-    runs = [WeatherRuns(r.single.program, r.costs, seed) for r in {id(r): r for r in whole.results}.values()]
-    rest_s = whole.iteration_s - max(r.single.makespan_ns for r in whole.results) / 1e9
+    runs = [WeatherRuns(r.single.program, r.costs, seed) for r in {id(r): r for r in simulation.results}.values()]
+    rest_s = simulation.iteration_s - max(r.single.makespan_ns for r in simulation.results) / 1e9
     return [max(run.time_s(k) for run in runs) + rest_s for k in range(first, draws)]
 
 

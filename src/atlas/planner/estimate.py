@@ -7,8 +7,9 @@
               fewer microbatches than a round trip needs
     closing   the all-reduce and the optimizer of whichever stage ends last
 
-Made of the same pieces as `cost.price`: `cost.model_arrays`, `cost.rates` and `cost.memory`. It ignores that an order
-must keep all these limits at once, so it is a few per cent too low, most where hops are long and microbatches are few.
+Made of the same pieces as `cost.price`: `cost.model_arrays`, `cost.cluster_arrays` and `cost.memory`. It ignores that
+an order must keep all these limits at once, so it is a few per cent too low, most where hops are long and microbatches
+are few.
 
 Index legend: n pipeline shape, v variant of one (replicas, pipelines per cell), s stage, b boundary.
 """
@@ -25,22 +26,23 @@ from atlas.cost.model_arrays import FORWARD, INPUT, RECOMPUTE, UPDATE, WEIGHT, M
 from atlas.cost.price import sent_bytes
 from atlas.cost.runtimes import RUNTIMES
 from atlas.planner.floor import Floors
-from atlas.planner.shapes import Shape
+from atlas.planner.shapes import PipelineShape
 from atlas.planner.space import Space
 from atlas.planner.split import Split, busy_seconds, split_layers
 
-LOCKSTEP = 1.5
-"""Periods that a microbatch takes at least where memory is short; measured on `schedules.eager`, not derived."""
+LOCKSTEP, STRETCH = 1.5, 1.1
+"""Where memory holds fewer microbatches than a round trip needs: periods that a microbatch takes at least, and the
+factor on round trip / microbatches held. Measured on `schedules.eager`, not derived."""
 
 
 @dataclass(frozen=True, eq=False)
-class Batch:
+class PipelineBatch:
     """Pipelines of one tp, microbatch size and depth."""
 
     tp: int
     microbatch: int
     depth: int
-    shapes: list[Shape]
+    shapes: list[PipelineShape]
     shape: Ints
     """[v]"""
     replicas: Ints
@@ -78,22 +80,22 @@ class Estimate:
         return self.floors.iteration_s(v, self.num_microbatches[v])
 
 
-def estimate(space: Space, cluster: ClusterArrays, model: ModelArrays, batch: Batch) -> Estimate:
+def estimate(space: Space, cluster: ClusterArrays, model: ModelArrays, batch: PipelineBatch) -> Estimate:
     """Every variant of a batch."""
     job, v = space.job, batch.shape
     dc = np.array([[i for i, stages in shape for _ in range(stages)] for shape in batch.shapes], np.int64)
     split, u = _split(cluster, model, batch, dc)
     seconds = busy_seconds(model, split.dc, split.layers)
     forward_s, backward_s, held = seconds[FORWARD], seconds[INPUT] + seconds[WEIGHT], split.held[u]
-    hops = _Hops(space, cluster, batch, dc)
+    hops = _HopSeconds(space, cluster, batch, dc)
     runtime = RUNTIMES[job.runtime]
     work_s = model.microbatch_s(seconds)
     through_s = (forward_s + backward_s).sum(axis=1)[u] + hops.way_s.sum(axis=1) + hops.turn_s
     # From a stage's forward to its backward's end: everything behind it, and the way there and back.
     behind_s = np.cumsum(work_s[:, ::-1], axis=1)[:, ::-1][u]
     behind_s[:, :-1] += np.cumsum(hops.way_s[:, ::-1], axis=1)[:, ::-1]
-    slots = space.slots(batch.microbatch)
-    num_mb = -(-slots // batch.replicas)
+    total = space.total_microbatches(batch.microbatch)
+    num_mb = -(-total // batch.replicas)
     period_s = work_s.max(axis=1)[u]
     if batch.depth > 1 and runtime.sender_waits:
         sends_s = (2 if runtime.receiver_waits else 1) * hops.load_s
@@ -106,7 +108,7 @@ def estimate(space: Space, cluster: ClusterArrays, model: ModelArrays, batch: Ba
     # Where memory holds fewer microbatches than a round trip needs, neighbours go in lockstep: more than in proportion.
     short = behind_s.max(axis=1) / (np.maximum(held, 1) * period_s)
     stalls = (short > 1) & (num_mb > held)
-    period_s = np.where(stalls, period_s * np.maximum(LOCKSTEP, 1.1 * short), period_s)
+    period_s = np.where(stalls, period_s * np.maximum(LOCKSTEP, STRETCH * short), period_s)
     own_closing_s = _ring_s(cluster, model, batch, dc, split, u) + seconds[UPDATE][u]
     # A stage's all-reduce hides behind the gradients that still travel to stage 0.
     drain_s = np.zeros((len(v), batch.depth))
@@ -114,7 +116,7 @@ def estimate(space: Space, cluster: ClusterArrays, model: ModelArrays, batch: Ba
     closing_s = np.max(own_closing_s - drain_s, axis=1)
     iteration_s = through_s + (num_mb - 1) * period_s + closing_s
     usd_per_s = cluster.usd_per_gpu_s[dc].sum(axis=1)[v] * batch.replicas * batch.tp
-    egress = 2 * slots * model.job.activation_bytes * hops.usd_per_byte
+    egress = 2 * total * model.job.activation_bytes * hops.usd_per_byte
     return Estimate(
         through_s,
         period_s,
@@ -140,7 +142,7 @@ def estimate(space: Space, cluster: ClusterArrays, model: ModelArrays, batch: Ba
     )
 
 
-def _split(cluster: ClusterArrays, model: ModelArrays, batch: Batch, dc: Ints) -> tuple[Split, Ints]:
+def _split(cluster: ClusterArrays, model: ModelArrays, batch: PipelineBatch, dc: Ints) -> tuple[Split, Ints]:
     """The layers of each sort of pipelines, and the sort of each variant [v]. Memory depends on the shape; with ZeRO-1
     also on the number of replicas, which divide the optimizer state."""
     if not model.job.zero:
@@ -151,7 +153,9 @@ def _split(cluster: ClusterArrays, model: ModelArrays, batch: Batch, dc: Ints) -
     return split, split.sort[row.ravel()]
 
 
-def _ring_s(cluster: ClusterArrays, model: ModelArrays, batch: Batch, dc: Ints, split: Split, u: Ints) -> Floats:
+def _ring_s(
+    cluster: ClusterArrays, model: ModelArrays, batch: PipelineBatch, dc: Ints, split: Split, u: Ints
+) -> Floats:
     """[v, s]: the ring all-reduce of each stage inside its datacenter. Tied embeddings are left to the simulator."""
     end = np.cumsum(split.layers, axis=1)
     params = model.stage_params(split.dc, end - split.layers, end, one_worker=batch.depth == 1)
@@ -159,11 +163,11 @@ def _ring_s(cluster: ClusterArrays, model: ModelArrays, batch: Batch, dc: Ints, 
     return np.asarray(ring_s(cluster, batch.tp, dc[batch.shape], batch.replicas[:, None], gradients))
 
 
-class _Hops:
+class _HopSeconds:
     """[v, b]: seconds of one microbatch on its way to the next stage and back. Few boundaries cross a WAN: only those
     are priced as WAN transfers."""
 
-    def __init__(self, space: Space, cluster: ClusterArrays, batch: Batch, dc: Ints) -> None:
+    def __init__(self, space: Space, cluster: ClusterArrays, batch: PipelineBatch, dc: Ints) -> None:
         one = space.job.model_copy(update={"tp": batch.tp, "microbatch": batch.microbatch})
         bits, shape, stages = 8 * sent_bytes(one), batch.shape, stages_beside(dc)[batch.shape]
         dcs, workers = dc[shape], stages * batch.replicas[:, None]

@@ -15,67 +15,76 @@ import numpy as np
 from atlas.cost.cluster_arrays import ClusterArrays
 from atlas.errors import SpecError
 from atlas.planner.candidate import Candidate
-from atlas.planner.estimate import Batch, estimate
-from atlas.planner.groups import deal
+from atlas.planner.estimate import estimate
+from atlas.planner.estimated_candidates import (
+    Variant,
+    WorkerSetup,
+    batch_of_variants,
+    cell_sizes,
+    depths,
+    group_of,
+    worker_setups,
+)
+from atlas.planner.group_set_estimates import deal
+from atlas.planner.group_sums import ring
 from atlas.planner.judge import rent_usd_per_s
-from atlas.planner.meet import ring
 from atlas.planner.objective import MISSED, Objective
-from atlas.planner.pool import Frame, Variant, cell_sizes, depths, frames, group_of
 from atlas.planner.shapes import compositions
 from atlas.planner.space import Space
 from atlas.planner.split import busy_seconds
 
 MAX_CANDIDATES = 100_000
+"""More candidates are refused: simulating them would take hours."""
+FLOOR_SHARE = 0.999
+"""A floor is lowered to this share of itself, so that rounded times of the simulator are never below it."""
 
 Floor = Callable[[Objective], float]
+"""The score that no order of a candidate is below."""
 
 
 def every_candidate(space: Space, cluster: ClusterArrays) -> list[tuple[Candidate, Floor]]:
     """All of them, with their floors; raises where they are too many."""
     found: list[tuple[Candidate, Floor]] = []
-    for frame in frames(space, cluster):
-        for depth in depths(space, cluster, frame):
-            found += _of_depth(space, cluster, frame, depth, MAX_CANDIDATES - len(found))
+    for setup in worker_setups(space, cluster):
+        for depth in depths(space, cluster, setup):
+            found += _of_depth(space, cluster, setup, depth, MAX_CANDIDATES - len(found))
     return found
 
 
 def _of_depth(
-    space: Space, cluster: ClusterArrays, frame: Frame, depth: int, limit: int
+    space: Space, cluster: ClusterArrays, setup: WorkerSetup, depth: int, limit: int
 ) -> Iterator[tuple[Candidate, Floor]]:
-    single = list(_variants(space, cluster, frame, depth, limit))
+    single = list(_variants(space, cluster, setup, depth, limit))
     if not single:
         return
-    shapes = list(dict.fromkeys(shape for shape, _, _ in single))
-    number = {shape: k for k, shape in enumerate(shapes)}
-    rows = np.array([(number[shape], replicas, cell) for shape, replicas, cell in single], np.int64)
-    batch = Batch(frame.tp, frame.microbatch, depth, shapes, rows[:, 0], rows[:, 1], rows[:, 2])
-    known = estimate(space, cluster, frame.model, batch)
+    batch = batch_of_variants(setup, depth, single)
+    known = estimate(space, cluster, setup.model, batch)
     fitting = [v for v in range(len(single)) if known.fits[v]]
-    slots = space.slots(frame.microbatch)
+    total = space.total_microbatches(setup.microbatch)
     for _, same_size in groupby(_sets(space, cluster, single, fitting, limit), key=len):
         sets = np.array(list(same_size), np.int64)
-        counts = deal(np.full(len(sets), slots), batch.replicas[sets], known.fill_s[sets], known.period_s[sets])
+        counts = deal(np.full(len(sets), total), batch.replicas[sets], known.fill_s[sets], known.period_s[sets])
         for members, own in zip(sets.tolist(), counts.tolist(), strict=True):
             if not all(own):
                 continue
             parts = zip(members, own, strict=True)
             groups = tuple(group_of(cluster, single[v], known.layers_of(v), count) for v, count in parts)
             sharing = space.takes_turns(groups)
-            candidate = Candidate(frame.tp, frame.microbatch, ring(cluster, groups), sharing, space.tcp)
-            yield candidate, _floor(cluster, frame, candidate)
+            candidate = Candidate(setup.tp, setup.microbatch, ring(cluster, groups), sharing, space.tcp)
+            yield candidate, _floor(cluster, setup, candidate)
 
 
-def _variants(space: Space, cluster: ClusterArrays, frame: Frame, depth: int, limit: int) -> Iterator[Variant]:
+def _variants(space: Space, cluster: ClusterArrays, setup: WorkerSetup, depth: int, limit: int) -> Iterator[Variant]:
     count = 0
-    workers = np.where(frame.usable, frame.shapes.workers, 0)
-    for replicas in range(1, min(int(workers.max()), space.slots(frame.microbatch)) + 1):
-        room = workers // replicas
+    workers = np.where(setup.usable, setup.shapes.workers, 0)
+    for replicas in range(1, min(int(workers.max()), space.total_microbatches(setup.microbatch)) + 1):
+        max_stages = workers // replicas
         cells = cell_sizes(space, replicas)
         for size in range(1, min(cluster.num_dcs, depth) + 1):
-            for order in permutations([i for i in range(cluster.num_dcs) if room[i]], size):
+            for order in permutations([i for i in range(cluster.num_dcs) if max_stages[i]], size):
                 if not all(cluster.joined[a, b] for a, b in pairwise(order)):
                     continue
-                for stages in compositions(depth, [int(room[i]) for i in order], limit):
+                for stages in compositions(depth, [int(max_stages[i]) for i in order], limit):
                     shape = tuple(zip(order, stages, strict=True))
                     for cell in cells if size > 1 else cells[:1]:
                         count += 1
@@ -118,17 +127,17 @@ def _require_few(count: int, limit: int) -> None:
         )
 
 
-def _floor(cluster: ClusterArrays, frame: Frame, candidate: Candidate) -> Floor:
+def _floor(cluster: ClusterArrays, setup: WorkerSetup, candidate: Candidate) -> Floor:
     """No order is faster than the slowest stage without a pause, and none is cheaper than the rent for this time."""
     floor_s = 0.0
     for group in candidate.groups:
         dc = np.array([[cluster.index[name] for name in group.stage_dc]])
-        work_s = frame.model.microbatch_s(busy_seconds(frame.model, dc, np.array([group.layers_per_stage])))
+        work_s = setup.model.microbatch_s(busy_seconds(setup.model, dc, np.array([group.layers_per_stage])))
         floor_s = max(floor_s, group.num_microbatches * float(work_s.max()))
     rent = rent_usd_per_s(cluster, candidate)
 
     def floor(objective: Objective) -> float:
         value = floor_s if objective.minimise == "throughput" else floor_s * rent
-        return min(value * 0.999, MISSED)
+        return min(value * FLOOR_SHARE, MISSED)
 
     return floor

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from atlas.errors import AtlasError, InfeasibleError, SpecError
-from atlas.planner.judge import Judged
-from atlas.planner.run import Planned, make_plan
+from atlas.planner.judge import SimulatedCandidate
+from atlas.planner.run import SearchResult, make_plan
 from atlas.spec import Cluster, Job, override
 from atlas.spec.document import nearest
 from atlas.spec.fabric import KINDS, Kind
@@ -35,7 +35,7 @@ class Energy:
     tokens_per_joule: float
 
 
-def energy_of(cluster: Cluster, judged: Judged) -> Energy | None:
+def energy_of(cluster: Cluster, judged: SimulatedCandidate) -> Energy | None:
     """None where no datacenter states power or a fabric, or where the watts of a server are not known."""
     if all(dc.power_kw is None and dc.fabric is None for dc in cluster.datacenters):
         return None
@@ -51,7 +51,7 @@ def energy_of(cluster: Cluster, judged: Judged) -> Energy | None:
     return Energy(watts, fabric_watts, usd, judged.figures.tokens_per_s / watts)
 
 
-def energy_row(cluster: Cluster, judged: Judged) -> dict[str, Any]:
+def energy_row(cluster: Cluster, judged: SimulatedCandidate) -> dict[str, Any]:
     """JSON-able; nothing where there is nothing to say."""
     found = energy_of(cluster, judged)
     return {} if found is None else dict(vars(found))
@@ -65,7 +65,7 @@ class FabricChoice:
     kinds: tuple[tuple[str, Kind], ...]
     """By datacenter."""
     job: Job
-    planned: Planned | None
+    planned: SearchResult | None
     """None where it cannot be built, or no plan fits."""
     note: str = ""
 
@@ -106,7 +106,7 @@ def best_fabrics(job: Job, text: str | None, **options: Any) -> tuple[Job, tuple
     return choices[0].job, tuple(choices)
 
 
-def choose_fabrics(job: Job, kinds: Sequence[Kind], plan: Callable[[Job], Planned]) -> list[FabricChoice]:
+def choose_fabrics(job: Job, kinds: Sequence[Kind], plan: Callable[[Job], SearchResult]) -> list[FabricChoice]:
     """The best first. `plan` finds the best plan of a job."""
     names = [dc.name for dc in job.cluster.datacenters if dc.nodes > 1]
     known: dict[tuple[Kind, ...], FabricChoice] = {}
@@ -132,7 +132,7 @@ def choose_fabrics(job: Job, kinds: Sequence[Kind], plan: Callable[[Job], Planne
     return [best, *rest]
 
 
-def _planned(job: Job, kinds: tuple[tuple[str, Kind], ...], plan: Callable[[Job], Planned]) -> FabricChoice:
+def _planned(job: Job, kinds: tuple[tuple[str, Kind], ...], plan: Callable[[Job], SearchResult]) -> FabricChoice:
     try:
         changed = override(job, [f"cluster.datacenters.{name}.fabric.kind={kind}" for name, kind in kinds])
         return FabricChoice(kinds, changed, plan(changed))

@@ -11,11 +11,11 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from atlas.errors import AtlasError
-from atlas.planner.candidate import KINDS, kind_of
-from atlas.planner.judge import Judged
-from atlas.planner.pool import Tick
-from atlas.planner.run import Planned, make_plan
-from atlas.planner.search import FEW
+from atlas.evaluate import Progress
+from atlas.planner.candidate import KINDS
+from atlas.planner.judge import SimulatedCandidate
+from atlas.planner.run import SearchResult, make_plan
+from atlas.planner.search import FEW_TRIES
 from atlas.spec import Job, Link
 from atlas.spec.job import Wan
 
@@ -24,51 +24,54 @@ MANY_DCS = 8
 INNER_STEPS = 100
 """Iterations between two exchanges of low-communication training (H); DiLoCo reports 50 to 500 (arXiv 2311.08105)."""
 
+ROUNDING = 1e-6
+"""A family's own plan replaces the winner only if it scores lower by more than this share."""
+
 
 @dataclass(frozen=True, eq=False)
 class Families:
     """By kind of plan, the best of it; and the winner, which may have come out of a family's own search."""
 
-    planned: Planned
-    best: dict[str, Judged]
+    planned: SearchResult
+    best: dict[str, SimulatedCandidate]
     refused: dict[str, str]
     """By kind without a plan: the reason."""
-    low_communication: Judged | None
+    low_communication: SimulatedCandidate | None
     """Data parallelism across regions that exchange gradients every `INNER_STEPS` iterations; None if they cannot."""
 
     @property
-    def alone(self) -> Judged | None:
+    def alone(self) -> SimulatedCandidate | None:
         return self.best.get("one")
 
     @property
-    def together(self) -> Judged | None:
+    def together(self) -> SimulatedCandidate | None:
         """The best plan over several regions."""
         found = [judged for kind, judged in self.best.items() if kind != "one"]
         return min(found, key=lambda judged: score(self.planned, judged), default=None)
 
 
-def score(planned: Planned, judged: Judged) -> float:
+def score(planned: SearchResult, judged: SimulatedCandidate) -> float:
     figures = judged.figures
     return float(planned.objective.score(figures.iteration_s, figures.usd_per_iteration, figures.tokens))
 
 
 def find_families(
-    planned: Planned,
+    planned: SearchResult,
     *,
     keep: Collection[str] = (),
     global_batch: int | None = None,
     tries: int | None = None,
-    tick: Tick | None = None,
+    progress: Progress | None = None,
 ) -> Families:
     """The families of a search that has ended. An interrupt leaves those found so far."""
     job, cluster = planned.job, planned.cluster
-    best: dict[str, Judged] = {}
+    best: dict[str, SimulatedCandidate] = {}
     refused: dict[str, str] = {}
     winner = planned
-    own = kind_of(planned.winner.candidate)
+    own = planned.winner.candidate.kind
     everything = [planned.winner, *planned.rivals]
     for kind in KINDS:
-        near = next((judged for judged in everything if kind_of(judged.candidate) == kind), None)
+        near = next((judged for judged in everything if judged.candidate.kind == kind), None)
         if near is not None:
             best[kind] = near
         if kind == own or not 1 < len(cluster.names) < MANY_DCS or planned.strategy != "ours" or winner.interrupted:
@@ -80,9 +83,9 @@ def find_families(
                 keep=keep,
                 global_batch=global_batch or planned.space.sequences,
                 tcp=planned.space.tcp,
-                tries=FEW if tries is None else min(FEW, tries),
+                tries=FEW_TRIES if tries is None else min(FEW_TRIES, tries),
                 seed=planned.seed,
-                tick=tick,
+                progress=progress,
                 kind=kind,
             )
         except AtlasError as error:
@@ -93,14 +96,16 @@ def find_families(
             continue
         if near is None or score(planned, found.winner) <= score(planned, near):
             best[kind] = found.winner
-        if score(planned, found.winner) < (1 - 1e-6) * score(planned, winner.winner):
+        if score(planned, found.winner) < (1 - ROUNDING) * score(planned, winner.winner):
             rivals = tuple(sorted([winner.winner, *winner.rivals, *found.rivals], key=lambda j: score(planned, j)))
             winner = replace(found, space=planned.space, rivals=rivals)
-    low = None if winner.interrupted else _low_communication(planned, global_batch, tick)
+    low = None if winner.interrupted else _low_communication(planned, global_batch, progress)
     return Families(winner, best, refused, low)
 
 
-def _low_communication(planned: Planned, global_batch: int | None, tick: Tick | None) -> Judged | None:
+def _low_communication(
+    planned: SearchResult, global_batch: int | None, progress: Progress | None
+) -> SimulatedCandidate | None:
     """Every region trains alone for `INNER_STEPS` iterations, then they exchange once what they otherwise exchange in
     each: links that are this many times faster and cheaper give the mean iteration."""
     names = planned.cluster.names
@@ -109,7 +114,9 @@ def _low_communication(planned: Planned, global_batch: int | None, tick: Tick | 
     try:
         job = faster_links(planned.job, INNER_STEPS)
         sequences = global_batch or planned.space.sequences
-        found = make_plan(job, objective=planned.objective, global_batch=sequences, tries=0, tick=tick, kind="data")
+        found = make_plan(
+            job, objective=planned.objective, global_batch=sequences, tries=0, progress=progress, kind="data"
+        )
     except (AtlasError, KeyboardInterrupt):
         return None
     every = [found.winner, *found.rivals]
@@ -118,7 +125,7 @@ def _low_communication(planned: Planned, global_batch: int | None, tick: Tick | 
         return None
     sent = {pair: n / INNER_STEPS for pair, n in best.figures.link_bytes.items()}
     figures = replace(best.figures, link_bytes=sent, wan_bytes=best.figures.wan_bytes / INNER_STEPS)
-    return Judged(best.candidate, figures)
+    return SimulatedCandidate(best.candidate, figures)
 
 
 BETTER = {"latency_ms": -1, "pair_gbps": 1, "trunk_gbps": 1, "egress_usd_per_gb": -1}

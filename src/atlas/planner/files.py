@@ -10,18 +10,18 @@ import numpy as np
 from atlas import __version__
 from atlas.cost.model_arrays import model_arrays
 from atlas.planner.candidate import Candidate, Group
-from atlas.planner.meet import meeting_s
-from atlas.planner.run import Planned
+from atlas.planner.group_sums import group_sum_s
+from atlas.planner.run import SearchResult
 from atlas.planner.space import Space, space_of
 from atlas.spec import Job
 from atlas.spec.job import Place
 from atlas.spec.plan import VERSION, Origin, Plan, PlanGroup, PlanSchedule, Predicted, group_jobs
 
 
-def plan_of(planned: Planned) -> Plan:
+def plan_of(planned: SearchResult) -> Plan:
     """The Plan of a search's winner."""
     candidate, figures = planned.winner.candidate, planned.winner.figures
-    job = candidate.job(planned.job, 0 if planned.whole is None else planned.whole.slowest)
+    job = candidate.job(planned.job, 0 if planned.simulation is None else planned.simulation.slowest)
     groups = tuple(_group(group) for group in candidate.groups)
     if len(groups) > 1:
         job._groups = group_jobs(job, groups)
@@ -32,7 +32,7 @@ def plan_of(planned: Planned) -> Plan:
         schedule=PlanSchedule(
             name=planned.schedule,
             tcp=candidate.tcp,
-            sharing=candidate.sharing if planned.whole is None else planned.whole.sharing,
+            sharing=candidate.sharing if planned.simulation is None else planned.simulation.sharing,
             tries=planned.tries,
             seed=planned.seed,
         ),
@@ -40,7 +40,7 @@ def plan_of(planned: Planned) -> Plan:
             iteration_s=_short(figures.iteration_s),
             tokens_per_s=_short(figures.tokens_per_s),
             tokens_per_iteration=figures.tokens,
-            empty_slots=candidate.slots - planned.space.slots(candidate.microbatch),
+            empty_slots=candidate.slots - planned.space.total_microbatches(candidate.microbatch),
             num_gpus=figures.num_gpus,
             usd_per_iteration=_short(figures.usd_per_iteration),
             usd_per_hour=_short(figures.usd_per_hour),
@@ -69,10 +69,10 @@ def _runnable(job: Job) -> str:
     return "yes" if job.runtime == "atlas" else f"no, because runtime {job.runtime} executes this job"
 
 
-def _between_s(planned: Planned) -> float:
+def _between_s(planned: SearchResult) -> float:
     candidate = planned.winner.candidate
     model = model_arrays(candidate.job(planned.job), planned.cluster)
-    found = meeting_s(planned.cluster, model.gradient_bytes, candidate)
+    found = group_sum_s(planned.cluster, model.gradient_bytes, candidate)
     return max((float(np.max(one)) for one in found or ()), default=0.0)
 
 

@@ -14,23 +14,35 @@ import numpy as np
 from atlas.cost.cluster_arrays import GIB, ClusterArrays, cluster_arrays
 from atlas.cost.compute import model_params
 from atlas.errors import InfeasibleError
-from atlas.planner.pool import depths, frames
+from atlas.planner.estimated_candidates import depths, worker_setups
 from atlas.planner.space import Space, space_of
 from atlas.planner.split import split_layers
 from atlas.spec import Job, Link
 
+MAX_TRIED_LINKS = 30
+"""Missing links that are tried, those between the largest datacenters first."""
+TRIED_LATENCY_MS = 50.0
+"""One way, of a link that is tried. What fits hardly depends on it."""
+MAX_MEMORY_FACTOR, MEMORY_STEPS = 4096, 12
+"""The largest memory that is tried, as a multiple of that of the largest GPU, and the bisection steps to the least that
+fits: they narrow it down to about the memory of one such GPU."""
+MAX_NODES_FACTOR, NODES_STEPS = 256, 20
+"""The same for the nodes of the largest datacenter: the steps find the exact number, up to 4,096 nodes."""
+MAX_NODES = 1_000_000
+"""Nodes that a job file may give a datacenter (`spec.fields.Count`)."""
+
 
 def feasible(space: Space, cluster: ClusterArrays) -> bool:
-    """Whether one replica of anything fits; with ZeRO-1, as many as there is room for."""
-    for frame in frames(space, cluster):
-        for depth in depths(space, cluster, frame):
-            shapes = frame.shapes.of(depth, 1)
+    """Whether one replica of anything fits; with ZeRO-1, as many as there are workers for."""
+    for setup in worker_setups(space, cluster):
+        for depth in depths(space, cluster, setup):
+            shapes = setup.shapes.of(depth, 1)
             if not shapes:
                 continue
             dc = np.array([[i for i, stages in shape for _ in range(stages)] for shape in shapes], np.int64)
-            room = [min(int(frame.shapes.workers[i]) // stages for i, stages in shape) for shape in shapes]
-            shards = np.array(room, np.int64) if space.job.zero else None
-            if split_layers(cluster, frame.model, dc, shards).held.any():
+            replicas = [min(int(setup.shapes.workers[i]) // stages for i, stages in shape) for shape in shapes]
+            shards = np.array(replicas, np.int64) if space.job.zero else None
+            if split_layers(cluster, setup.model, dc, shards).held.any():
                 return True
     return False
 
@@ -38,7 +50,7 @@ def feasible(space: Space, cluster: ClusterArrays) -> bool:
 def explain(space: Space, cluster: ClusterArrays, refusals: Sequence[InfeasibleError]) -> InfeasibleError:
     """The error to raise when a search has found nothing."""
     if refusals and feasible(space, cluster):
-        return refusals[0]  # there is room: what is wrong is what the simulator would not play
+        return refusals[0]  # memory suffices: the reason is why the simulator refused it
     job = space.job
     changes = [text for try_it in (_recompute, _paths, _memory, _nodes) if (text := try_it(space, cluster))]
     model = job.model
@@ -72,8 +84,8 @@ def _fits(job: Job, space: Space) -> bool:
     )
 
 
-def _least(low: float, high: float, fits: Callable[[float], bool], steps: int = 12) -> float | None:
-    """The least value between two that fits, to about a part in a thousand; None where the highest does not."""
+def _least(low: float, high: float, fits: Callable[[float], bool], steps: int) -> float | None:
+    """The least value between two that fits, found by bisection; None where the highest does not."""
     if not fits(high):
         return None
     for _ in range(steps):
@@ -95,9 +107,9 @@ def _paths(space: Space, cluster: ClusterArrays) -> str | None:
         return None
     order = np.argsort(-cluster.nodes * cluster.gpus_per_node, kind="stable").tolist()
     pairs = [(a, b) for a in order for b in order if a < b and not cluster.joined[a, b]]
-    for a, b in pairs[:30]:
+    for a, b in pairs[:MAX_TRIED_LINKS]:
         names = (cluster.names[a], cluster.names[b])
-        link = Link(between=names, latency_ms=50.0)
+        link = Link(between=names, latency_ms=TRIED_LATENCY_MS)
         joined = space.job.cluster.model_copy(update={"links": (*links, link)})
         if _fits(space.job.model_copy(update={"cluster": joined}), space):
             return f"a link between {names[0]} and {names[1]}"
@@ -107,7 +119,11 @@ def _paths(space: Space, cluster: ClusterArrays) -> str | None:
 def _memory(space: Space, cluster: ClusterArrays) -> str | None:
     """Memory per GPU."""
     now = float(cluster.cap_bytes.max()) / GIB
-    need = _least(now, 4096 * now, lambda gib: _fits(space.job.model_copy(update={"memory_gib": gib}), space))
+
+    def fits(gib: float) -> bool:
+        return _fits(space.job.model_copy(update={"memory_gib": gib}), space)
+
+    need = _least(now, MAX_MEMORY_FACTOR * now, fits, MEMORY_STEPS)
     return None if need is None else f"GPUs with {need:,.1f} GiB for the job (the largest now has {now:,.1f})"
 
 
@@ -123,5 +139,5 @@ def _nodes(space: Space, cluster: ClusterArrays) -> str | None:
         changed = described.model_copy(update={"datacenters": dcs})
         return _fits(space.job.model_copy(update={"cluster": changed}), space)
 
-    need = _least(dc.nodes, min(1_000_000, 256 * dc.nodes), fits, steps=20)
+    need = _least(dc.nodes, min(MAX_NODES, MAX_NODES_FACTOR * dc.nodes), fits, NODES_STEPS)
     return None if need is None else f"{int(need):,} nodes in {dc.name} instead of {dc.nodes:,}"

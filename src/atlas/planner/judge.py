@@ -3,7 +3,7 @@
 Each group of pipelines is simulated as one DP-cell under `schedules.eager`, by the reference engine (no compilation).
 Long runs are simulated until they are steady and extrapolated from there: approximately in a search, exactly where
 asked. A stage's all-reduce begins when its last pipeline in any group has finished; groups in different regions then
-sum gradients over the WAN (`meet`). Knows no other candidate.
+sum gradients over the WAN (`group_sums`). Knows no other candidate.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import numpy as np
 
 from atlas.cost.arrange import Arrangement, arrange
 from atlas.cost.cluster_arrays import GIB, ClusterArrays, Floats
-from atlas.cost.memory import memory_rule, peak_memory
-from atlas.cost.price import can_share, layout, price, sync_s
+from atlas.cost.memory import memory_rule, peak_memory, worker_memory
+from atlas.cost.price import can_share, layout_of, price, sync_s
 from atlas.cost.table import Costs
 from atlas.errors import InfeasibleError
 from atlas.ir.analysis import critical_path, path_totals_ns
 from atlas.ir.program import Kind, Layout, Program
 from atlas.ir.timeline import Timeline
 from atlas.planner.candidate import Candidate
-from atlas.planner.meet import meeting_s, meeting_usd, started_s
+from atlas.planner.group_sums import group_sum_s, group_sum_usd, started_s
 from atlas.planner.space import Space
 from atlas.schedules.eager import ahead_of, eager
 from atlas.sim import simulate
@@ -34,6 +34,7 @@ from atlas.spec import Job
 from atlas.spec.job import MAX_MICROBATCHES
 
 TERA = 1e12
+"""Tokens of the price of training that is reported."""
 MANY_EVENTS = 25_000
 """Longer runs are simulated up to this many events and extrapolated with their steady period; the winner is simulated
 exactly."""
@@ -43,7 +44,7 @@ EXACT_EVENTS = 1_000_000
 
 
 @dataclass(frozen=True)
-class Figures:
+class PlanFigures:
     """What a candidate brings and costs. Seconds are simulated."""
 
     iteration_s: float
@@ -72,11 +73,11 @@ class Figures:
 
 
 @dataclass(frozen=True, eq=False)
-class Judged:
+class SimulatedCandidate:
     """A candidate with its figures."""
 
     candidate: Candidate
-    figures: Figures
+    figures: PlanFigures
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,25 +94,25 @@ class SimulatedGroup:
     """[2, s]: all-reduce inside the datacenter, optimizer."""
 
 
-def judge(space: Space, cluster: ClusterArrays, candidate: Candidate, *, exact: bool = False) -> Judged:
+def judge(space: Space, cluster: ClusterArrays, candidate: Candidate, *, exact: bool = False) -> SimulatedCandidate:
     """Simulate a candidate; InfeasibleError if it cannot run. `exact`: long runs too, where feasible."""
     require_runnable(space, cluster, candidate)
-    played = [play(candidate.job(space.job, k), candidate, exact=exact) for k in range(len(candidate.groups))]
-    return judged_groups(space, cluster, candidate, played)
+    groups = [simulate_group(candidate.job(space.job, k), candidate, exact=exact) for k in range(len(candidate.groups))]
+    return judged_groups(space, cluster, candidate, groups)
 
 
 def require_runnable(space: Space, cluster: ClusterArrays, candidate: Candidate) -> None:
-    """Room for every stage, and no more microbatches than a job may have."""
+    """Raise InfeasibleError without GPUs for every stage, or with more microbatches than a job may have."""
     require_gpus(space.job, cluster, candidate)
-    _require_playable(space.job, candidate)
+    _require_allowed_microbatches(space.job, candidate)
 
 
 def judged_groups(
-    space: Space, cluster: ClusterArrays, candidate: Candidate, played: Sequence[SimulatedGroup]
-) -> Judged:
+    space: Space, cluster: ClusterArrays, candidate: Candidate, groups: Sequence[SimulatedGroup]
+) -> SimulatedCandidate:
     """The figures of a candidate whose groups are simulated; InfeasibleError if the groups have no path to each
     other."""
-    between_s = meeting_s(cluster, played[0].arrangement.model.gradient_bytes, candidate)
+    between_s = group_sum_s(cluster, groups[0].arrangement.model.gradient_bytes, candidate)
     if between_s is None:
         raise InfeasibleError(
             where=space.job.where,
@@ -120,34 +121,34 @@ def judged_groups(
             rule=f"gradients of {candidate.where()} have no path between two of the groups",
             remedy="Add the link, or keep data parallelism inside a region",
         )
-    start_s = started_s(candidate, [group.done_s for group in played])
+    start_s = started_s(candidate, [group.done_s for group in groups])
     ends = [
         start + group.closing_s.sum(axis=0) + between
-        for start, group, between in zip(start_s, played, between_s, strict=True)
+        for start, group, between in zip(start_s, groups, between_s, strict=True)
     ]
     k = int(np.argmax([end.max() for end in ends]))
     last = int(np.argmax(ends[k]))
-    slowest = max(played, key=lambda group: float(group.done_s.max()))
+    slowest = max(groups, key=lambda group: float(group.done_s.max()))
     parts_s = _parts(slowest, float(start_s[k][last]))
-    parts_s["sync"] = float(played[k].closing_s[0, last] + between_s[k][last])
-    parts_s["step"] = float(played[k].closing_s[1, last])
-    programs = [(group.job, group.timeline.program, group.arrangement) for group in played]
-    needs = [need for job, program, found in programs for need in peak_memory(job, program, arrangement=found)]
+    parts_s["sync"] = float(groups[k].closing_s[0, last] + between_s[k][last])
+    parts_s["step"] = float(groups[k].closing_s[1, last])
+    programs = [(group.job, group.timeline.program, worker_memory(group.job, group.arrangement)) for group in groups]
+    needs = [need for job, program, workers in programs for need in peak_memory(job, program, workers=workers)]
     worker, need = min(needs, key=lambda one: one[0].cap - one[1])
     figures = figures_of(
         space,
         cluster,
         candidate,
-        played[0].arrangement.model.gradient_bytes,
+        groups[0].arrangement.model.gradient_bytes,
         iteration_s=float(ends[k][last]),
         parts_s=parts_s,
         peak_gib=need / GIB,
         memory_gib=worker.cap / GIB,
     )
-    return Judged(candidate, figures)
+    return SimulatedCandidate(candidate, figures)
 
 
-def timed(judged: Judged, iteration_s: float) -> Judged:
+def timed(judged: SimulatedCandidate, iteration_s: float) -> SimulatedCandidate:
     """The same plan with another iteration time, such as that of a searched order."""
     old = judged.figures
     ratio = iteration_s / old.iteration_s
@@ -159,32 +160,32 @@ def timed(judged: Judged, iteration_s: float) -> Judged:
         usd_per_iteration=ratio * old.rent_usd + old.egress_usd,
         parts_s={part: ratio * spent_s for part, spent_s in old.parts_s.items()},
     )
-    return Judged(judged.candidate, new)
+    return SimulatedCandidate(judged.candidate, new)
 
 
-def play(job: Job, candidate: Candidate, *, exact: bool = False) -> SimulatedGroup:
+def simulate_group(job: Job, candidate: Candidate, *, exact: bool = False) -> SimulatedGroup:
     """One group's cell, simulated up to its last backward."""
     arrangement = arrange(job)
     memory = memory_rule(job, arrangement=arrangement)
-    frame = layout(job, arrangement=arrangement)
-    sharing = candidate.sharing and can_share(job, frame)
+    layout = layout_of(job, arrangement=arrangement)
+    sharing = candidate.sharing and can_share(job, layout)
     costs = price(job, tcp=candidate.tcp, sharing=sharing, arrangement=arrangement)
 
     def program_of(num_microbatches: int) -> Program:
-        part = replace(frame, num_microbatches=num_microbatches)
+        part = replace(layout, num_microbatches=num_microbatches)
         return eager(part, costs, memory, recompute=job.recompute, sharing=sharing)
 
-    few = enough(frame, ahead_of(costs, job.recompute)[0])
+    few = enough(layout, ahead_of(costs, job.recompute)[0])
     left = job.num_microbatches - few
     found = None
     if left and exact:
-        found = extrapolate(program_of, costs, job.num_microbatches, in_full=EXACT_EVENTS // _per_microbatch(frame))
+        found = extrapolate(program_of, costs, job.num_microbatches, in_full=EXACT_EVENTS // _per_microbatch(layout))
     if found is not None:
         timeline, later_s = found.timeline, found.later_ns / 1e9
     else:
         timeline = simulate(program_of(few), costs)
         later_s = left * period_s(timeline) if left else 0.0
-    ends = np.zeros((frame.num_pipelines, job.pp), np.int64)
+    ends = np.zeros((layout.num_pipelines, job.pp), np.int64)
     np.maximum.at(ends.reshape(-1), timeline.program.op_worker, timeline.op_end_ns)
     sync = [sync_s(job, arrangement, rank) + _circuits_s(costs, rank) for rank in range(job.pp)]
     step = [time.update_s for time in arrangement.stage_times]
@@ -202,14 +203,14 @@ def _circuits_s(costs: Costs, rank: int) -> float:
     return (found.delay_ns[rank] + max(0, found.delay_ns[rank] - hidden_ns)) / 1e9
 
 
-def enough(frame: Layout, ahead: int) -> int:
+def enough(layout: Layout, ahead: int) -> int:
     """Microbatches to simulate: all of them, or in a long run enough to contain the steady period several times."""
-    return min(frame.num_microbatches, max(4 * (ahead + 2), MANY_EVENTS // _per_microbatch(frame)))
+    return min(layout.num_microbatches, max(4 * (ahead + 2), MANY_EVENTS // _per_microbatch(layout)))
 
 
-def _per_microbatch(frame: Layout) -> int:
+def _per_microbatch(layout: Layout) -> int:
     """Events."""
-    return 5 * frame.num_pipelines * frame.num_stages
+    return replace(layout, num_microbatches=1).about_events(split=False)
 
 
 def period_s(timeline: Timeline) -> float:
@@ -224,20 +225,20 @@ def period_s(timeline: Timeline) -> float:
 
 def require_gpus(job: Job, cluster: ClusterArrays, candidate: Candidate) -> None:
     """Raise InfeasibleError if a datacenter has too few GPUs for its tensor-parallel groups."""
-    room = dict(zip(cluster.names, cluster.workers(candidate.tp).tolist(), strict=True))
+    workers = dict(zip(cluster.names, cluster.workers(candidate.tp).tolist(), strict=True))
     for name, gpus in candidate.gpus.items():
-        if gpus > room[name] * candidate.tp:
+        if gpus > workers[name] * candidate.tp:
             raise InfeasibleError(
                 where=job.where,
                 key=f"cluster.datacenters.{name}.nodes",
                 value=None,
-                rule=f"{candidate.where()} needs {gpus} GPUs there, it has {room[name] * candidate.tp} in groups of "
+                rule=f"{candidate.where()} needs {gpus} GPUs there, it has {workers[name] * candidate.tp} in groups of "
                 f"{candidate.tp}",
                 remedy="Use fewer replicas or stages",
             )
 
 
-def _require_playable(job: Job, candidate: Candidate) -> None:
+def _require_allowed_microbatches(job: Job, candidate: Candidate) -> None:
     """No pipeline has more microbatches than a job file allows."""
     most = max(group.num_microbatches for group in candidate.groups)
     if most > MAX_MICROBATCHES:
@@ -250,11 +251,11 @@ def _require_playable(job: Job, candidate: Candidate) -> None:
         )
 
 
-def _parts(played: SimulatedGroup, until_s: float) -> dict[str, float]:
+def _parts(group: SimulatedGroup, until_s: float) -> dict[str, float]:
     """Where the time until the last backward went."""
-    totals = path_totals_ns(critical_path(played.timeline))
-    if bool((played.timeline.program.kind == Kind.STEP).any()):  # its all-reduce and optimizer are counted apart
-        totals["compute"] = max(0, totals["compute"] - round(1e9 * float(played.closing_s.sum(axis=0).max())))
+    totals = path_totals_ns(critical_path(group.timeline))
+    if bool((group.timeline.program.kind == Kind.STEP).any()):  # its all-reduce and optimizer are counted apart
+        totals["compute"] = max(0, totals["compute"] - round(1e9 * float(group.closing_s.sum(axis=0).max())))
     parts = {"compute": totals["compute"] / 1e9, "wait": totals["wait"] / 1e9}
     parts["wan"] = (totals["wire"] + totals["latency"] + totals["queue"]) / 1e9
     # If only a part was simulated, the rest is extrapolated from it.
@@ -271,11 +272,11 @@ def figures_of(
     parts_s: dict[str, float],
     peak_gib: float,
     memory_gib: float,
-) -> Figures:
+) -> PlanFigures:
     """With dollars and traffic added. `piece_bytes`: the gradient of each piece of the model."""
     rent = iteration_s * rent_usd_per_s(cluster, candidate)
     egress, link_bytes = wan_traffic(space, cluster, piece_bytes, candidate)
-    return Figures(
+    return PlanFigures(
         iteration_s=iteration_s,
         tokens_per_s=space.tokens / iteration_s,
         usd_per_iteration=rent + egress,
@@ -302,13 +303,13 @@ def wan_traffic(
     """(dollars, bytes by direction between two datacenters) of one iteration: activations and gradients of every
     microbatch, the sum between groups, and the two ends of a tied embedding."""
     at = cluster.index
-    usd, sent = meeting_usd(cluster, piece_bytes, candidate)
+    usd, sent = group_sum_usd(cluster, piece_bytes, candidate)
     model, job = space.job.model, space.job
     activation = candidate.microbatch * model.seq_len * model.hidden * job.element_bytes
     tied = model.vocab * model.hidden * job.gradient_bytes if model.tied_embeddings else 0
-    slots, used = space.slots(candidate.microbatch), candidate.slots
+    total, used = space.total_microbatches(candidate.microbatch), candidate.slots
     for group in candidate.groups:
-        own = group.replicas * group.num_microbatches * slots / used
+        own = group.replicas * group.num_microbatches * total / used
         for (a, _), (b, _) in pairwise(group.places):
             for pair in ((a, b), (b, a)):
                 n = own * activation + tied
@@ -317,7 +318,7 @@ def wan_traffic(
     return usd, sent
 
 
-def as_dict(judged: Judged) -> dict[str, Any]:
+def as_dict(judged: SimulatedCandidate) -> dict[str, Any]:
     """JSON-able figures."""
     figures = judged.figures
     return {

@@ -24,6 +24,13 @@ OBJECTIVES = {
 MISSED = 1e15
 """Least score of a plan that misses a limit: more than the seconds or dollars of any plan that keeps all limits."""
 
+ROUNDING = 1e-12
+"""A limit that is missed by less than this share is met."""
+TIE_WEIGHT = 1e-6
+"""Weight of the second goal: small enough to decide between equal plans only."""
+MAX_AMOUNT = 1e30
+"""Amounts that users give are below this."""
+
 
 @dataclass(frozen=True)
 class Objective:
@@ -51,7 +58,7 @@ class Objective:
         # A tie is broken by the other: of two equally fast plans the cheaper, of two equally cheap the faster.
         other = usd if self.minimise == "throughput" else iteration_s
         missed = self.missed(iteration_s, usd, tokens, slack)
-        return np.where(missed > 0, MISSED * (1 + missed), base * (1 + 1e-6 * other / (1 + other)))
+        return np.where(missed > 0, MISSED * (1 + missed), base * (1 + TIE_WEIGHT * other / (1 + other)))
 
     def missed(self, iteration_s: Any, usd: Any, tokens: int, slack: float = 0.0) -> Any:
         """By which share the worst limit is missed; 0 where all are kept."""
@@ -63,7 +70,7 @@ class Objective:
             worst = np.maximum(worst, usd / (self.max_usd_per_iteration * give) - 1)
         if self.min_tokens_per_s is not None:
             worst = np.maximum(worst, self.min_tokens_per_s / (tokens / iteration_s * give) - 1)
-        return np.where(worst > 1e-12, worst, 0.0)
+        return np.where(worst > ROUNDING, worst, 0.0)
 
     def words(self) -> str:
         goal = "the most tokens per second" if self.minimise == "throughput" else "the fewest dollars per token"
@@ -92,7 +99,7 @@ def amount(text: str, flag: str, units: dict[str, float], example: str) -> tuple
         value = float(digits)
     except ValueError:
         value = -1.0
-    if not 0 < value < 1e30 or unit not in units:
+    if not 0 < value < MAX_AMOUNT or unit not in units:
         known = ", ".join(u for u in units if u)
         rule = f"is not a positive number with one of the units {known}"
         raise SpecError(where=flag, key=flag.lstrip("-"), value=text, rule=rule, remedy=f"Write it like {example}")

@@ -18,22 +18,26 @@ import numpy as np
 from atlas.cost.cluster_arrays import ClusterArrays, cluster_arrays
 from atlas.cost.price import Tcp
 from atlas.errors import InfeasibleError, SpecError
+from atlas.evaluate import Progress
 from atlas.planner.candidate import Candidate
 from atlas.planner.infeasible import explain
-from atlas.planner.judge import Judged, judge
-from atlas.planner.nested import nested_best
+from atlas.planner.judge import SimulatedCandidate, judge
 from atlas.planner.objective import Objective, require_prices
-from atlas.planner.pool import Tick
-from atlas.planner.search import FEW, LEAST, Played, Search, events
+from atlas.planner.plan_simulation import PlanSimulation
+from atlas.planner.pruning import undominated
+from atlas.planner.search import FEW_TRIES, MIN_SEARCHED, ScheduledCandidate, Search, events
 from atlas.planner.shapes import FEW_DCS
 from atlas.planner.space import Space, space_of
 from atlas.planner.strategies import STRATEGIES
-from atlas.planner.whole import Whole
 from atlas.schedules.eager import NAME
 from atlas.spec import Job
 
 POLISH_EVENTS = 1_000_000
 """Events that the schedule search of a finalist may simulate: less than a second."""
+MAX_TRIES = 150
+"""Tries of a finalist's schedule search, where POLISH_EVENTS allows them (docs/design.md)."""
+COLLECT_AFTER = 200_000
+"""Objects made between two garbage collections of a search. Python's default is 700 to 2,000."""
 NEAR = 1.08
 """Finalists score within this factor of the first: more tries gain less than that."""
 FINALISTS = 8
@@ -41,7 +45,7 @@ FINALISTS = 8
 
 
 @dataclass(frozen=True)
-class Confident:
+class PercentileChoice:
     """What the choice by a percentile under weather found."""
 
     confidence: float
@@ -65,16 +69,16 @@ class Confident:
 
 
 @dataclass(frozen=True, eq=False)
-class Planned:
+class SearchResult:
     """The outcome of a search."""
 
     space: Space
     cluster: ClusterArrays
     objective: Objective
     strategy: str
-    winner: Judged
+    winner: SimulatedCandidate
     """Under `schedule`."""
-    rivals: tuple[Judged, ...]
+    rivals: tuple[SimulatedCandidate, ...]
     """Best first, without the winner."""
     schedule: str
     """The winner's schedule, as `atlas simulate` takes it."""
@@ -87,9 +91,9 @@ class Planned:
     interrupted: bool
     num_searched: int
     """Of those simulated, under searched orders; the others under `1f1b-eager`."""
-    whole: Whole | None = None
+    simulation: PlanSimulation | None = None
     """The simulation behind `iteration_s`; None where there was no time, or too much to simulate in full."""
-    confident: Confident | None = None
+    percentile_choice: PercentileChoice | None = None
     """Where the winner was chosen by a percentile (`planner.confidence`)."""
 
     @property
@@ -107,16 +111,16 @@ def make_plan(
     tcp: Tcp = "many",
     tries: int | None = None,
     seed: int = 0,
-    tick: Tick | None = None,
+    progress: Progress | None = None,
     kind: str | None = None,
-) -> Planned:
+) -> SearchResult:
     """The best plan that the strategy finds. `tries` is the winner's schedule search (None: by size; 0: none); `kind`
     restricts the search to one kind of plan."""
     with _seldom_collected():
         goal = objective or Objective()
-        search = start(job, goal, keep=keep, global_batch=global_batch, tcp=tcp, tick=tick, kind=kind)
+        search = start(job, goal, keep=keep, global_batch=global_batch, tcp=tcp, progress=progress, kind=kind)
         if strategy != "exhaustive":
-            search.tries, search.seed = FEW if tries is None else min(FEW, tries), seed
+            search.tries, search.seed = FEW_TRIES if tries is None else min(FEW_TRIES, tries), seed
         explore(search, strategy)
         best = search.best
         assert best is not None
@@ -139,53 +143,53 @@ def finds_better(job: Job, below: float, *, objective: Objective, global_batch: 
 def _seldom_collected() -> Iterator[None]:
     """Collect garbage rarely: a search makes millions of tuples without cycles, and collecting takes a tenth of it."""
     before = gc.get_threshold()
-    gc.set_threshold(200_000, *before[1:])
+    gc.set_threshold(COLLECT_AFTER, *before[1:])
     try:
         yield
     finally:
         gc.set_threshold(*before)
 
 
-def finished(search: Search, best: Judged, strategy: str, tries: int | None) -> Planned:
+def finished(search: Search, best: SimulatedCandidate, strategy: str, tries: int | None) -> SearchResult:
     """The outcome of a search, with its winner simulated in full."""
-    played: Played | None = None
+    scheduled: ScheduledCandidate | None = None
     # An interrupted search still simulates the winner once, so that `atlas simulate` gives the figure of the Plan file.
     for wanted in [0] if search.interrupted else [tries, 0]:
         try:
-            played = _fastest(search, best, wanted)
+            scheduled = _fastest(search, best, wanted)
             break
         except KeyboardInterrupt:
             search.interrupted = True
         except InfeasibleError:  # too many events to simulate in full: keep the plan without searching its order
             best = judge(search.space, search.cluster, best.candidate, exact=True)
             break
-    if played is not None:
-        best = played.judged
-    return Planned(
+    if scheduled is not None:
+        best = scheduled.judged
+    return SearchResult(
         space=search.space,
         cluster=search.cluster,
         objective=search.objective,
         strategy=strategy,
         winner=best,
         rivals=tuple(other for other in search.everything() if other.candidate != best.candidate),
-        schedule=NAME if played is None else played.schedule,
+        schedule=NAME if scheduled is None else scheduled.schedule,
         iteration_s=best.figures.iteration_s,
-        tries=0 if played is None else played.tries,
+        tries=0 if scheduled is None else scheduled.tries,
         seed=search.seed,
         num_estimated=search.num_estimated,
         num_simulated=search.num_simulated,
         interrupted=search.interrupted,
-        num_searched=sum(one.schedule != NAME for one in search.played.values()),
-        whole=None if played is None else played.whole,
+        num_searched=sum(one.schedule != NAME for one in search.scheduled.values()),
+        simulation=None if scheduled is None else scheduled.simulation,
     )
 
 
-def _fastest(search: Search, best: Judged, tries: int | None) -> Played:
+def _fastest(search: Search, best: SimulatedCandidate, tries: int | None) -> ScheduledCandidate:
     """The best of the leaders under searched orders: those near the best are searched with all tries."""
     if tries == 0 or search.missed(best) > 0:
-        known = search.played.get(best.candidate)
-        return known or search.play(best.candidate, 0 if tries == 0 else FEW)
-    found: list[Played] = []
+        known = search.scheduled.get(best.candidate)
+        return known or search.schedule(best.candidate, 0 if tries == 0 else FEW_TRIES)
+    found: list[ScheduledCandidate] = []
     others = [one for one in search.ranking() if one.candidate != best.candidate]
     near = [one for one in others if search.score(one) <= NEAR * search.score(best)]
     for judged in _finalists(search, [best, *near]):
@@ -193,24 +197,24 @@ def _fastest(search: Search, best: Judged, tries: int | None) -> Played:
         if search.floors.get(judged.candidate, 0.0) >= least:
             continue
         wanted = tries or _tries(judged.candidate)
-        known = search.played.get(judged.candidate)
+        known = search.scheduled.get(judged.candidate)
         if known is None or (0 < known.tries < wanted):
             try:
-                search.play(judged.candidate, wanted)
+                search.schedule(judged.candidate, wanted)
             except InfeasibleError:
                 if judged is best:
                     raise
                 continue
-        found.append(search.played[judged.candidate])
+        found.append(search.scheduled[judged.candidate])
     return min(found, key=lambda one: (search.missed(one.judged) > 0, search.score(one.judged)))
 
 
-def _finalists(search: Search, ranking: list[Judged]) -> list[Judged]:
+def _finalists(search: Search, ranking: list[SimulatedCandidate]) -> list[SimulatedCandidate]:
     """Those whose schedule is searched in full, best first. More nodes must not displace a finalist that fits fewer."""
     if search.screened or search.cluster.num_dcs > FEW_DCS:
-        return ranking[: LEAST if search.screened else FINALISTS]
+        return ranking[: MIN_SEARCHED if search.screened else FINALISTS]
     used = np.array([[one.candidate.gpus.get(name, 0) for name in search.cluster.names] for one in ranking], np.int64)
-    return [ranking[k] for k in nested_best(np.arange(len(ranking), dtype=np.float64), used, FINALISTS, 2 * FINALISTS)]
+    return [ranking[k] for k in undominated(np.arange(len(ranking), dtype=np.float64), used, FINALISTS, 2 * FINALISTS)]
 
 
 def start(
@@ -220,7 +224,7 @@ def start(
     keep: Collection[str] = (),
     global_batch: int | None = None,
     tcp: Tcp = "many",
-    tick: Tick | None = None,
+    progress: Progress | None = None,
     kind: str | None = None,
     below: float = math.inf,
 ) -> Search:
@@ -228,7 +232,7 @@ def start(
     if objective.needs_prices:
         require_prices(job)
     space = space_of(job, keep=keep, global_batch=global_batch, tcp=tcp, kind=kind, below=below)
-    return Search(space, cluster_arrays(job), objective, tick)
+    return Search(space, cluster_arrays(job), objective, progress)
 
 
 def explore(search: Search, strategy: str) -> None:
@@ -247,12 +251,12 @@ def explore(search: Search, strategy: str) -> None:
 
 
 def _tries(candidate: Candidate) -> int:
-    """Of a full search, by size. Somewhat more than FEW finds nothing better."""
-    most = min(150, POLISH_EVENTS // events(candidate))
-    return most if most > 2 * FEW else FEW
+    """Of a full search, by size. Somewhat more than FEW_TRIES finds nothing better."""
+    most = min(MAX_TRIES, POLISH_EVENTS // events(candidate))
+    return most if most > 2 * FEW_TRIES else FEW_TRIES
 
 
-def _limits_missed(search: Search, best: Judged, missed: float) -> InfeasibleError:
+def _limits_missed(search: Search, best: SimulatedCandidate, missed: float) -> InfeasibleError:
     """The nearest that was found, and by which share it misses."""
     figures = best.figures
     return InfeasibleError(

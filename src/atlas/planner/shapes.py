@@ -2,7 +2,7 @@
 
 Few datacenters: every ordered subset and, while they are not too many, every way to assign the stages. Many: tours from
 every starting point to the nearest neighbours, by distance, by GPU speed or by rent, until the pipeline fits. `local`
-changes one thing of a shape, to improve a good one. Knows room and distance; `estimate` knows how fast a shape trains.
+changes one thing of a shape, to improve a good one. Knows workers and distance; `estimate` knows the time of a shape.
 """
 
 from __future__ import annotations
@@ -16,18 +16,25 @@ import numpy as np
 
 from atlas.cost.cluster_arrays import ClusterArrays, Floats, Ints
 
-Shape = tuple[tuple[int, int], ...]
+PipelineShape = tuple[tuple[int, int], ...]
 """(datacenter's number, stages) along the pipeline."""
 
 FEW_DCS = 4
+"""Up to this many datacenters, every ordered subset is tried, and candidates are compared by their workers (`pruning`):
+a search of 20 datacenters of 512 GPUs would not end."""
 FEW_DEALS = 30
 """Up to this many ways to distribute stages over one ordered subset, all are tried; beyond it a few, and:"""
 MAX_DEALS, FEW_WORKERS = 120, 16
-"""Up to this many ways with room not counted, all that take no more than so many workers of each datacenter."""
+"""Up to this many ways, however many stages fit: all that take no more than so many workers of each datacenter."""
 MAX_STARTS = 24
 """Datacenters, the largest, from which tours start."""
 MAX_RUNS = 12
-"""Datacenters of one pipeline."""
+"""Datacenters of one pipeline, where there are many."""
+SHORTEST, PREFERRED = 8, 4
+"""Parts of tours that become shapes: the shortest, and those with the fastest and with the cheapest GPUs."""
+DETOUR, UNUSABLE = 100.0, 1e6
+"""Hops that a tour makes rather than visit the slowest or most expensive datacenter early; and, as a multiple of that,
+one that takes no part."""
 
 
 class Shapes:
@@ -50,61 +57,61 @@ class Shapes:
         # Plain lists: a shape is made of a few numbers at a time, and numpy's are slow to pick one by one.
         takes_part = np.array([kept is None or name in kept for name in cluster.names])
         self._least = 1 if kept is None else len(kept)
-        self._room: list[int] = np.where(np.isfinite(layer_s) & takes_part, workers, 0).tolist()
+        self._usable_workers: list[int] = np.where(np.isfinite(layer_s) & takes_part, workers, 0).tolist()
         self._hop_s: list[list[float]] = self.hop_s.tolist()
         self._joined: list[list[bool]] = cluster.joined.tolist()
         self._prefers: list[list[float]] = [layer_s.tolist(), cluster.usd_per_gpu_s.tolist()]
-        self._known: dict[tuple[int, ...], list[Shape]] = {}
+        self._known: dict[tuple[int, ...], list[PipelineShape]] = {}
 
-    def of(self, depth: int, replicas: int) -> list[Shape]:
-        """Shapes for `replicas` pipelines of `depth` stages; the same list object for the same room."""
-        room = [min(workers // replicas, depth) for workers in self._room]
+    def of(self, depth: int, replicas: int) -> list[PipelineShape]:
+        """Shapes for `replicas` pipelines of `depth` stages; the same list object where the same stages fit."""
+        max_stages = [min(workers // replicas, depth) for workers in self._usable_workers]
         is_few = self.cluster.num_dcs <= FEW_DCS
-        key = (depth, FEW_WORKERS // replicas if is_few else 0, *room)
+        key = (depth, FEW_WORKERS // replicas if is_few else 0, *max_stages)
         if key not in self._known:
-            self._known[key] = self._few(depth, room, key[1]) if is_few else self._many(depth, room)
+            self._known[key] = self._few(depth, max_stages, key[1]) if is_few else self._many(depth, max_stages)
         return self._known[key]
 
-    def _few(self, depth: int, room: list[int], least: int) -> list[Shape]:
-        few = [min(n, least) for n in room]
-        found: dict[object, Shape] = {}
-        usable = [i for i in range(len(room)) if room[i] > 0]
+    def _few(self, depth: int, max_stages: list[int], least: int) -> list[PipelineShape]:
+        few = [min(n, least) for n in max_stages]
+        found: dict[object, PipelineShape] = {}
+        usable = [i for i in range(len(max_stages)) if max_stages[i] > 0]
         for count in range(self._least, min(len(usable), depth) + 1):
             for order in permutations(usable, count):
-                if not np.isfinite(self._way_s(order)) or sum(room[i] for i in order) < depth:
+                if not np.isfinite(self._way_s(order)) or sum(max_stages[i] for i in order) < depth:
                     continue
-                for stages in self.deals(order, depth, room, few):
+                for stages in self.deals(order, depth, max_stages, few):
                     shape = tuple(zip(order, stages, strict=True))
                     found.setdefault(self._seen_as(shape), shape)
         return list(found.values())
 
-    def _many(self, depth: int, room: list[int]) -> list[Shape]:
+    def _many(self, depth: int, max_stages: list[int]) -> list[PipelineShape]:
         chains: dict[object, tuple[int, ...]] = {}
         for order in self.tours():
-            chain = self._prefix(order, depth, room)
+            chain = self._prefix(order, depth, max_stages)
             if chain is not None:
                 classes = self.cluster.classes if len(chain) > 1 else self.cluster.classes_alone
                 chains.setdefault((len(chain) > 1, *(classes[i] for i in chain)), chain)
         every = sorted(chains.values(), key=lambda chain: (len(chain), self._way_s(chain)))
-        keep = every[:8]
+        keep = every[:SHORTEST]
         for by in self._prefers:
             if len(set(by)) > 1:
-                keep += sorted(every, key=lambda chain, by=by: sum(by[i] for i in chain) / len(chain))[:4]  # type: ignore[misc]
-        found: dict[object, Shape] = {}
+                keep += sorted(every, key=lambda chain, by=by: sum(by[i] for i in chain) / len(chain))[:PREFERRED]  # type: ignore[misc]
+        found: dict[object, PipelineShape] = {}
         for chain in dict.fromkeys(keep):
-            for stages in _sensible(chain, depth, room, self._prefers):
+            for stages in _sensible(chain, depth, max_stages, self._prefers):
                 shape = tuple(zip(chain, stages, strict=True))
                 found.setdefault(self._seen_as(shape), shape)
         return list(found.values())
 
-    def _prefix(self, order: Sequence[int], depth: int, room: list[int]) -> tuple[int, ...] | None:
-        """As much of a tour as holds the pipeline, datacenters without room or path left out."""
+    def _prefix(self, order: Sequence[int], depth: int, max_stages: list[int]) -> tuple[int, ...] | None:
+        """As much of a tour as holds the pipeline, datacenters without workers or path left out."""
         chain: list[int] = []
         held = 0
         for i in order:
-            if room[i] and (not chain or self._joined[chain[-1]][i]):
+            if max_stages[i] and (not chain or self._joined[chain[-1]][i]):
                 chain.append(i)
-                held += room[i]
+                held += max_stages[i]
                 if held >= depth and len(chain) >= self._least:
                     return tuple(chain)
                 if len(chain) == min(max(MAX_RUNS, self._least), depth):
@@ -120,7 +127,7 @@ class Shapes:
         for by in (self.layer_s, self.cluster.usd_per_gpu_s):
             low, high = np.min(by), np.max(by[np.isfinite(by)], initial=0.0)
             if high > low:
-                weights.append(100 * hop * np.where(np.isfinite(by), (by - low) / (high - low), 1e6))
+                weights.append(DETOUR * hop * np.where(np.isfinite(by), (by - low) / (high - low), UNUSABLE))
         tours = [tuple(int(i) for i in np.argsort(-self.workers, kind="stable"))]
         for weight in weights:
             tours += [self._nearest(start, weight) for start in sorted(tours[0][:MAX_STARTS])]
@@ -136,19 +143,19 @@ class Shapes:
 
     # ---- stages ----------------------------------------------------------------------------------------------
     def deals(
-        self, order: Sequence[int], depth: int, room: Sequence[int], few: Sequence[int]
+        self, order: Sequence[int], depth: int, max_stages: Sequence[int], few: Sequence[int]
     ) -> Iterable[tuple[int, ...]]:
         """Ways to deal the stages to datacenters in this order, each at least one. All of those that fit into `few`,
-        which does not grow with the room: a cluster with more nodes would lose some otherwise."""
-        every = list(compositions(depth, [room[i] for i in order], FEW_DEALS))
+        which does not grow with the datacenters: a cluster with more nodes would lose some otherwise."""
+        every = list(compositions(depth, [max_stages[i] for i in order], FEW_DEALS))
         if len(every) < FEW_DEALS:
             return every
-        found = list(_sensible(order, depth, room, self._prefers))
+        found = list(_sensible(order, depth, max_stages, self._prefers))
         if comb(depth - 1, len(order) - 1) <= MAX_DEALS:
             found += compositions(depth, [few[i] for i in order], MAX_DEALS + 1)
         return dict.fromkeys(found)
 
-    def _seen_as(self, shape: Shape) -> object:
+    def _seen_as(self, shape: PipelineShape) -> object:
         """Equal for shapes that cost the same."""
         classes = alike(self.cluster) if len(shape) > 1 else self.cluster.classes_alone
         return tuple((classes[i], stages) for i, stages in shape)
@@ -157,7 +164,7 @@ class Shapes:
         return sum(self._hop_s[a][b] for a, b in pairwise(order))
 
     # ---- neighbours --------------------------------------------------------------------------------------------
-    def local(self, shape: Shape, replicas: int) -> Iterator[Shape]:
+    def local(self, shape: PipelineShape, replicas: int) -> Iterator[PipelineShape]:
         """Shapes one change away: a stage moved, two datacenters swapped, one exchanged for another, one dropped."""
         depth = sum(stages for _, stages in shape)
         for found in self._changes(shape):
@@ -167,7 +174,7 @@ class Shapes:
             if fits and finite and np.isfinite(self._way_s(order)) and sum(s for _, s in found) == depth:
                 yield found
 
-    def _changes(self, shape: Shape) -> Iterator[Shape]:
+    def _changes(self, shape: PipelineShape) -> Iterator[PipelineShape]:
         runs = list(shape)
         used = {i for i, _ in shape}
         for a, b in permutations(range(len(runs)), 2):
@@ -215,11 +222,11 @@ def compositions(total: int, most: Sequence[int], limit: int) -> Iterator[tuple[
 
 
 def _sensible(
-    order: Sequence[int], depth: int, room: Sequence[int], prefers: Sequence[list[float]]
+    order: Sequence[int], depth: int, max_stages: Sequence[int], prefers: Sequence[list[float]]
 ) -> Iterable[tuple[int, ...]]:
-    """Fill the first, the last, the fastest, the cheapest first; and in proportion to room."""
+    """Fill the first, the last, the fastest, the cheapest first; and in proportion to the stages that fit."""
     count = len(order)
-    most = [room[i] for i in order]
+    most = [max_stages[i] for i in order]
     if sum(most) == depth:
         return [tuple(most)]
     if count == 1:
@@ -239,7 +246,7 @@ def _sensible(
 
 @lru_cache(maxsize=10_000)
 def _in_proportion(most: tuple[int, ...], depth: int) -> tuple[int, ...]:
-    """One stage each, and the rest one by one to the datacenter with most room for it."""
+    """One stage each, and the rest one by one to the datacenter that is filled least by it."""
     stages = [1] * len(most)
     for _ in range(depth - len(most)):
         k = min((k for k in range(len(most)) if stages[k] < most[k]), key=lambda k: (stages[k] + 1) / most[k])

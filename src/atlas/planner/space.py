@@ -20,11 +20,15 @@ from atlas.planner.candidate import Group
 from atlas.spec import Job
 from atlas.spec.batch import batch_sequences
 
-MAX_MICROBATCH = 16
+MAX_MICROBATCH, MAX_TP = 16, 1024
+"""Sequences of a microbatch, and GPUs of a layer: the largest powers of two that are tried."""
 MAX_CELL = 16
 """Pipelines of one cell: a scatter over more peers takes more than milliseconds."""
 KEEPABLE = ("tp", "pp", "microbatch", "cells", "pipelines_per_cell", "datacenters")
 """Keys that `--keep` accepts: the search leaves them as the job has them."""
+
+EVERY_DEPTH, MAX_DEPTH = 12, 128
+"""Up to so many stages every depth is tried; beyond MAX_DEPTH only the job's own."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,10 @@ class Space:
     def is_kind(self, kind: str) -> bool:
         return self.kind in (None, kind)
 
+    def allows_group(self, names: Collection[str]) -> bool:
+        """Whether candidates of one group in these datacenters are wanted."""
+        return self.uses_kept(names) and self.is_kind("one" if len(names) == 1 else "pipeline")
+
     def can_use(self, name: str) -> bool:
         return self.datacenters is None or name in self.datacenters
 
@@ -68,7 +76,7 @@ class Space:
         """Whether pipelines of these groups may take turns on the WAN."""
         return self.tcp == "many" and any(group.num_hops and group.pipelines_per_cell > 1 for group in groups)
 
-    def slots(self, microbatch: int) -> int:
+    def total_microbatches(self, microbatch: int) -> int:
         """Microbatches of one iteration, over all replicas."""
         return self.sequences // microbatch
 
@@ -146,26 +154,26 @@ def batch_of(job: Job) -> int:
 def _tps(job: Job) -> tuple[int, ...]:
     """Powers of two, and the job's own, that divide the heads and fit a node somewhere."""
     widest = max(dc.gpus_per_node for dc in job.cluster.datacenters)
-    powers = [2**k for k in range(11) if 2**k <= widest]
+    powers = [2**k for k in range(min(widest, MAX_TP).bit_length())]
     return tuple(sorted({tp for tp in [*powers, job.tp] if tp <= widest and job.model.heads % tp == 0}))
 
 
 def _microbatches(job: Job, sequences: int) -> tuple[int, ...]:
-    powers = [2**k for k in range(5) if 2**k <= MAX_MICROBATCH]
+    powers = [2**k for k in range(MAX_MICROBATCH.bit_length())]
     return tuple(sorted({size for size in [*powers, job.microbatch] if sequences % size == 0}))
 
 
 def _depths(job: Job) -> tuple[int, ...]:
-    """Every depth up to 12, then only those at which the largest stage gets smaller, and the job's own.
+    """Every depth up to EVERY_DEPTH, then only those at which the largest stage gets smaller, and the job's own.
 
     A depth between two of those has the same slowest stage and more of them. The LM head weighs about as much as a
     layer or two, so the count is also taken with one more layer.
     """
     layers = job.model.layers
-    found = {pp for pp in range(1, layers + 1) if pp <= 12 or pp == job.pp}
+    found = {pp for pp in range(1, layers + 1) if pp <= EVERY_DEPTH or pp == job.pp}
     for pieces in (layers, layers + 1):
         found |= {
-            math.ceil(pieces / per) for per in range(1, pieces + 1) if math.ceil(pieces / per) <= min(layers, 128)
+            math.ceil(pieces / per) for per in range(1, pieces + 1) if math.ceil(pieces / per) <= min(layers, MAX_DEPTH)
         }
     return tuple(sorted(found))
 

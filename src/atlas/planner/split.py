@@ -18,6 +18,8 @@ from atlas.cost.model_arrays import RECOMPUTE, ModelArrays
 
 MOST_TIMES = 1_000_000
 """Times that are sorted at once: 8 MB."""
+ROUNDING = 1e-9
+"""Share by which a stage may be slower than the limit that it was computed from."""
 
 
 class Split(NamedTuple):
@@ -74,7 +76,7 @@ def _split(cluster: ClusterArrays, model: ModelArrays, dc: Ints, shards: Ints | 
     extra_s[:, -1] += model.microbatch_s(model.last_s)[dc[:, -1]]
     most = max_layers(cluster, model, dc, shards)
     fits = (most.min(axis=1) >= 1) & (most.sum(axis=1) >= num_layers)
-    layers = _held(_least_limit_s(layer_s, extra_s, most, num_layers) * (1 + 1e-9), layer_s, extra_s, most)
+    layers = _held(_least_limit_s(layer_s, extra_s, most, num_layers) * (1 + ROUNDING), layer_s, extra_s, most)
     layers = np.maximum(layers, 1)
     spare = layers.sum(axis=1) - num_layers
     while (spare > 0).any():

@@ -19,23 +19,33 @@ import numpy as np
 
 from atlas.cost.arrange import arrange
 from atlas.errors import AtlasError, InfeasibleError
-from atlas.planner.candidate import Candidate, kind_of
-from atlas.planner.estimate import Batch, estimate
-from atlas.planner.exhaustive import every_candidate
-from atlas.planner.objective import Objective
-from atlas.planner.pool import (
+from atlas.planner.candidate import Candidate
+from atlas.planner.estimate import estimate
+from atlas.planner.estimated_candidates import (
     SLACK,
     EstimatedCandidate,
-    Frame,
+    Variant,
+    WorkerSetup,
+    batch_of_variants,
     cell_sizes,
     entry_of,
     floors,
-    frames,
     single_groups,
+    worker_setups,
 )
+from atlas.planner.exhaustive import every_candidate
+from atlas.planner.objective import Objective
 from atlas.planner.regions import several_groups
-from atlas.planner.search import FEW, LEAST, MOST, PLAYED_EVENTS, SIMULATIONS, Search, events
-from atlas.planner.shapes import Shape, alike
+from atlas.planner.search import (
+    FEW_TRIES,
+    MAX_SEARCHED,
+    MAX_SEARCHED_EVENTS,
+    MAX_SIMULATIONS,
+    MIN_SEARCHED,
+    Search,
+    events,
+)
+from atlas.planner.shapes import PipelineShape, alike
 from atlas.sim.simulate import compiled_engine
 
 FRONT = 4
@@ -54,8 +64,13 @@ NEAR_EAGER = 1.25
 """Those leaders are within this factor of the first: a searched order saves nothing in some plans and a fifth in
 others."""
 
-MOST_OF_ALL, EVENTS_OF_ALL = 3 * MOST, 3 * PLAYED_EVENTS
+MAX_SEARCHED_OF_ALL, MAX_SEARCHED_EVENTS_OF_ALL = 3 * MAX_SEARCHED, 3 * MAX_SEARCHED_EVENTS
 """Limits of the simulations of candidates that may be the best of all kinds."""
+
+SCORE_DIGITS = 12
+"""Decimals of scores and floors in which candidates that are simulated alike agree."""
+CHEAPER = 0.999
+"""The next candidate of the front costs less than this share of the one before."""
 
 
 # ---- ours --------------------------------------------------------------------------------------------------
@@ -64,9 +79,9 @@ def ours(search: Search) -> None:
     that kind. Where the simulations suffice for all of them, no candidate that was estimated is better."""
     known = _wanted(search, _algorithm1_entries(search)[: 1 if search.tries else 2])
     space, cluster, goal = search.space, search.cluster, search.objective
-    alone, looked, worth = single_groups(space, cluster, goal, search.tick)
+    alone, looked, worth = single_groups(space, cluster, goal, search.progress)
     few = [*known, *alone[:1]]
-    is_large = search.tries > 0 and bool(few) and ENOUGH * FEW * events(few[-1].candidate) > PLAYED_EVENTS
+    is_large = search.tries > 0 and bool(few) and ENOUGH * FEW_TRIES * events(few[-1].candidate) > MAX_SEARCHED_EVENTS
     if not is_large:
         for entry in few:
             search.simulate(entry.candidate)  # from here on an interrupt leaves a result
@@ -74,7 +89,7 @@ def ours(search: Search) -> None:
     apart: list[EstimatedCandidate] = []
     more = 0
     if space.is_kind("data"):
-        apart, more = several_groups(space, cluster, goal, worth, search.tick, by_floor=by_floor)
+        apart, more = several_groups(space, cluster, goal, worth, search.progress, by_floor=by_floor)
     search.num_estimated += looked + more
     entries = [*known, *alone, *_wanted(search, apart)]
     if is_large:
@@ -97,8 +112,8 @@ def _wanted(search: Search, entries: list[EstimatedCandidate]) -> list[Estimated
 
 def _best_when_screened(search: Search, entries: list[EstimatedCandidate]) -> None:
     """Plans too large to search many: all are compared under `1f1b-eager` first, then the leaders are searched."""
-    compiled_engine()  # the searches need it; loaded before, it plays the screening too
-    first = Search(search.space, search.cluster, search.objective, search.tick)
+    compiled_engine()  # the searches need it; loaded before, it simulates the screening too
+    first = Search(search.space, search.cluster, search.objective, search.progress)
     try:
         _best_of_each_kind(first, entries)
         _improve(first)
@@ -114,27 +129,27 @@ def _best_when_screened(search: Search, entries: list[EstimatedCandidate]) -> No
     ranking = first.ranking()
     if not ranking:
         return
-    kinds = {kind_of(one.candidate): one for one in reversed(ranking)}
+    kinds = {one.candidate.kind: one for one in reversed(ranking)}
     leaders = [one for one in kinds.values() if first.score(one) <= NEAR_EAGER * first.score(ranking[0])]
     for num, one in enumerate(dict.fromkeys([ranking[0].candidate, *(o.candidate for o in [*leaders, *ranking])])):
-        if num >= LEAST and search.events >= PLAYED_EVENTS:
+        if num >= MIN_SEARCHED and search.events >= MAX_SEARCHED_EVENTS:
             break
         search.events += search.tries * events(one)
-        least = min((search.score(played.judged) for played in search.played.values()), default=np.inf)
+        least = min((search.score(scheduled.judged) for scheduled in search.scheduled.values()), default=np.inf)
         if first.floors.get(one, 0.0) >= WORTHWHILE * least:
             continue
         with suppress(InfeasibleError):
-            search.play(one, search.tries)
+            search.schedule(one, search.tries)
 
 
 def _best_of_each_kind(search: Search, entries: list[EstimatedCandidate]) -> None:
     """The kinds in turn, as long as a floor is lower than the best of the kind."""
     kinds: dict[str, list[EstimatedCandidate]] = {}
     for entry in entries:
-        kinds.setdefault(kind_of(entry.candidate), []).append(entry)
+        kinds.setdefault(entry.candidate.kind, []).append(entry)
     queues = [_Queue(found, search) for found in kinds.values()]
     seen: set[tuple[object, ...]] = set()
-    last = MOST if search.tries else SIMULATIONS - NEIGHBOURS
+    last = MAX_SEARCHED if search.tries else MAX_SIMULATIONS - NEIGHBOURS
     while queues and not search.is_spent and search.num_simulated < last:
         for queue in list(queues):
             new = next((e for e in queue if _is_new(search, e, seen)), None)
@@ -153,7 +168,7 @@ def _best_of_all(search: Search, entries: list[EstimatedCandidate]) -> None:
         if (judged := search.judged.get(entry.candidate)) is not None:
             queue.learn(entry, search.score(judged))
     for entry in queue:
-        if search.num_simulated >= MOST_OF_ALL or search.events >= EVENTS_OF_ALL:
+        if search.num_simulated >= MAX_SEARCHED_OF_ALL or search.events >= MAX_SEARCHED_EVENTS_OF_ALL:
             return
         best = search.best
         if (best is None or entry.floor < search.score(best)) and _is_new(search, entry, seen):
@@ -211,11 +226,11 @@ def _class_of(entry: EstimatedCandidate) -> tuple[int, int]:
 
 def _is_new(search: Search, entry: EstimatedCandidate, seen: set[tuple[object, ...]]) -> bool:
     """Whether an entry may be the best of its kind, and no equal of one that was simulated."""
-    rival = search.best_of(kind_of(entry.candidate))
+    rival = search.best_of(entry.candidate.kind)
     if rival is not None and entry.floor >= search.score(rival):
         return False
     # The same stages in another order of the datacenters or in equal ones, estimated the same, are simulated the same.
-    alike = (round(entry.score, 12), round(entry.floor, 12), *_stages(search, entry.candidate))
+    alike = (round(entry.score, SCORE_DIGITS), round(entry.floor, SCORE_DIGITS), *_stages(search, entry.candidate))
     if alike in seen or entry.candidate in search.judged or entry.candidate in search.refused:
         return False
     seen.add(alike)
@@ -238,7 +253,7 @@ def _front(entries: list[EstimatedCandidate]) -> list[EstimatedCandidate]:
     """A few candidates spread along the estimated front of time and money."""
     front: list[EstimatedCandidate] = []
     for entry in sorted(entries, key=lambda e: (e.iteration_s, e.usd)):
-        if not front or entry.usd < front[-1].usd * 0.999:
+        if not front or entry.usd < front[-1].usd * CHEAPER:
             front.append(entry)
     if len(front) <= FRONT:
         return front
@@ -268,35 +283,34 @@ def _differs(search: Search, entry: EstimatedCandidate, own: EstimatedCandidate)
     return abs(ratio - 1) >= SAME and ratio < WORSE
 
 
-def _frame_and_shape(search: Search, candidate: Candidate) -> tuple[Frame, Shape]:
+def _setup_and_shape(search: Search, candidate: Candidate) -> tuple[WorkerSetup, PipelineShape]:
     """Of a candidate with one group."""
-    every = frames(search.space, search.cluster)
-    frame = next(f for f in every if (f.tp, f.microbatch) == (candidate.tp, candidate.microbatch))
+    every = worker_setups(search.space, search.cluster)
+    setup = next(f for f in every if (f.tp, f.microbatch) == (candidate.tp, candidate.microbatch))
     at = search.cluster.index
-    return frame, tuple((at[name], stages) for name, stages in candidate.groups[0].places)
+    return setup, tuple((at[name], stages) for name, stages in candidate.groups[0].places)
 
 
 def _neighbours(search: Search, candidate: Candidate) -> list[EstimatedCandidate]:
     """The leader with one thing changed: a stage moved, datacenters swapped, other cells."""
     space, cluster, group = search.space, search.cluster, candidate.groups[0]
-    frame, shape = _frame_and_shape(search, candidate)
-    shapes = list(dict.fromkeys([shape, *frame.shapes.local(shape, group.replicas)]))
+    setup, shape = _setup_and_shape(search, candidate)
     cells = cell_sizes(space, group.replicas)
-    rows = [(k, group.replicas, cell) for k, s in enumerate(shapes) for cell in (cells if len(s) > 1 else cells[:1])]
-    rows = [row for row in rows if space.uses_kept(cluster.names[i] for i, _ in shapes[row[0]])]
-    rows = [row for row in rows if space.is_kind("one" if len(shapes[row[0]]) == 1 else "pipeline")]
-    return _entries(search, frame, group.pp, shapes, rows)
+    every = [
+        (near, group.replicas, cell)
+        for near in dict.fromkeys([shape, *setup.shapes.local(shape, group.replicas)])
+        if space.allows_group([cluster.names[i] for i, _ in near])
+        for cell in (cells if len(near) > 1 else cells[:1])
+    ]
+    return _entries(search, setup, group.pp, every)
 
 
-def _entries(
-    search: Search, frame: Frame, depth: int, shapes: list[Shape], rows: list[tuple[int, int, int]]
-) -> list[EstimatedCandidate]:
+def _entries(search: Search, setup: WorkerSetup, depth: int, every: list[Variant]) -> list[EstimatedCandidate]:
     """Estimated and sorted, best first."""
-    if not rows:
+    if not every:
         return []
-    table = np.array(rows, np.int64)
-    batch = Batch(frame.tp, frame.microbatch, depth, shapes, table[:, 0], table[:, 1], table[:, 2])
-    found = estimate(search.space, search.cluster, frame.model, batch)
+    batch = batch_of_variants(setup, depth, every)
+    found = estimate(search.space, search.cluster, setup.model, batch)
     score = search.objective.score(found.iteration_s, found.usd, search.space.tokens, SLACK)
     floor = floors(search.space, search.objective, found, np.arange(len(score)))
     order = [v for v in np.argsort(score, kind="stable").tolist() if found.fits[v]]
@@ -325,39 +339,36 @@ def algorithm1(search: Search) -> None:
 def _algorithm1_entries(search: Search) -> list[EstimatedCandidate]:
     """One candidate for each number of cells, fastest estimate first."""
     space, cluster, job = search.space, search.cluster, search.space.job
-    if space.slots(1) % job.microbatch or not cluster.workers(job.tp).any() or job.pp > job.model.layers:
+    if space.total_microbatches(1) % job.microbatch or not cluster.workers(job.tp).any() or job.pp > job.model.layers:
         return []
-    frame = next((f for f in frames(space, cluster) if (f.tp, f.microbatch) == (job.tp, job.microbatch)), None)
-    if frame is None or space.tcp != "many":
+    setup = next((f for f in worker_setups(space, cluster) if (f.tp, f.microbatch) == (job.tp, job.microbatch)), None)
+    if setup is None or space.tcp != "many":
         return []
     try:
         pipelines = job.pipelines_per_cell or arrange(job).num_pipelines
     except AtlasError:
         pipelines = 1
-    shapes: list[Shape] = []
-    rows: list[tuple[int, int, int]] = []
-    largest = np.argsort(-frame.shapes.workers, kind="stable").tolist()
-    for cells in range(1, space.slots(job.microbatch) // pipelines + 1):
-        shape = _largest_first(frame, largest, job.pp, cells * pipelines)
+    every: list[Variant] = []
+    largest = np.argsort(-setup.shapes.workers, kind="stable").tolist()
+    for cells in range(1, space.total_microbatches(job.microbatch) // pipelines + 1):
+        shape = _largest_first(setup, largest, job.pp, cells * pipelines)
         if shape is None:
             break
-        kept = space.uses_kept(cluster.names[i] for i, _ in shape)
-        kept &= space.is_kind("one" if len(shape) == 1 else "pipeline")
+        kept = space.allows_group([cluster.names[i] for i, _ in shape])
         sizes = cell_sizes(space, cells * pipelines)[:1]  # one datacenter shares nothing
         if len(shape) > 1:
             sizes = [pipelines] if space.num_cells in (None, cells) else []
         if kept and sizes and all(cluster.joined[a[0], b[0]] for a, b in pairwise(shape)):
-            rows.append((len(shapes), cells * pipelines, sizes[0]))
-            shapes.append(shape)
+            every.append((shape, cells * pipelines, sizes[0]))
     fastest = Search(space, cluster, Objective())
-    return _entries(fastest, frame, job.pp, shapes, rows)
+    return _entries(fastest, setup, job.pp, every)
 
 
-def _largest_first(frame: Frame, largest: Iterable[int], depth: int, replicas: int) -> Shape | None:
+def _largest_first(setup: WorkerSetup, largest: Iterable[int], depth: int, replicas: int) -> PipelineShape | None:
     shape: list[tuple[int, int]] = []
     left = depth
     for i in largest:
-        stages = min(left, int(frame.shapes.workers[i]) // replicas) if frame.usable[i] else 0
+        stages = min(left, int(setup.shapes.workers[i]) // replicas) if setup.usable[i] else 0
         if stages:
             shape.append((i, stages))
             left -= stages
@@ -370,7 +381,7 @@ def exhaustive(search: Search) -> None:
     candidates = every_candidate(search.space, search.cluster)
     search.num_estimated += len(candidates)
     for candidate, floor in candidates:
-        if not search.space.is_kind(kind_of(candidate)) or floor(search.objective) > best:
+        if not search.space.is_kind(candidate.kind) or floor(search.objective) > best:
             continue
         judged = search.simulate(candidate, len(candidates))
         if judged is not None:

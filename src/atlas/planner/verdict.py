@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from atlas.planner.breakeven import BreakEven
-from atlas.planner.candidate import KINDS, Candidate, kind_of
+from atlas.planner.candidate import KINDS, Candidate
 from atlas.planner.families import INNER_STEPS, Families
-from atlas.planner.judge import Judged, as_dict
+from atlas.planner.judge import SimulatedCandidate, as_dict
 from atlas.planner.report import drawn_plan, has_prices, scene, why_lost
-from atlas.planner.run import Planned
+from atlas.planner.run import SearchResult
 from atlas.spec import Job
 
 LOW_COMMUNICATION = f"low communication (DiLoCo-style, {INNER_STEPS} inner steps)"
@@ -36,7 +36,7 @@ def headline(families: Families, answers: Sequence[BreakEven] = ()) -> str:
     priced = has_prices(planned.cluster)
     if len(planned.cluster.names) == 1:
         return f"{names_of(winner.candidate)}: {winner.figures.tokens_per_s:,.0f} tokens/s{_cost(winner, priced)}."
-    if kind_of(winner.candidate) == "one":
+    if winner.candidate.kind == "one":
         if together is None:
             return f"{names_of(winner.candidate)} alone: no plan over several regions was found{_cost(winner, priced)}."
         return _not_worth(planned, winner, together, priced, answers)
@@ -54,7 +54,13 @@ def headline(families: Families, answers: Sequence[BreakEven] = ()) -> str:
     return f"{text}."
 
 
-def _not_worth(planned: Planned, winner: Judged, together: Judged, priced: bool, answers: Sequence[BreakEven]) -> str:
+def _not_worth(
+    planned: SearchResult,
+    winner: SimulatedCandidate,
+    together: SimulatedCandidate,
+    priced: bool,
+    answers: Sequence[BreakEven],
+) -> str:
     best = "cheapest" if planned.objective.minimise == "cost" else "fastest"
     within = " of the plans that meet the limits" if planned.objective.has_limits else ""
     slower = together.figures.iteration_s / winner.figures.iteration_s
@@ -72,14 +78,14 @@ def _not_worth(planned: Planned, winner: Judged, together: Judged, priced: bool,
     return f"{text}."
 
 
-def _missed(planned: Planned, judged: Judged) -> str:
+def _missed(planned: SearchResult, judged: SimulatedCandidate) -> str:
     """`misses the limit by 14 %`; empty for a plan that meets all limits."""
     figures = judged.figures
     missed = float(planned.objective.missed(figures.iteration_s, figures.usd_per_iteration, figures.tokens))
     return f"misses the limit by {100 * missed:.0f} %" if missed else ""
 
 
-def _cost(judged: Judged, priced: bool) -> str:
+def _cost(judged: SimulatedCandidate, priced: bool) -> str:
     """` ($1.07M per trillion tokens, 30 % of it egress)`."""
     figures = judged.figures
     if not priced:
@@ -89,7 +95,7 @@ def _cost(judged: Judged, priced: bool) -> str:
     return f" ({dollars(figures.usd_per_tera_token)} per trillion tokens{egress})"
 
 
-def _costs(one: Judged, than: Judged) -> str:
+def _costs(one: SimulatedCandidate, than: SimulatedCandidate) -> str:
     """`costs 8 % more per token`."""
     ratio = one.figures.usd_per_tera_token / max(than.figures.usd_per_tera_token, 1e-12)
     if abs(ratio - 1) < SAME:

@@ -1,7 +1,7 @@
 """What-if: simulates a job or a plan repeatedly with one key changed, and reports the iteration time.
 
     sweep        any key of the job over a range; or a datacenter lost or added (`lose=east`, `add=east`)
-    marginal     what one more unit of each resource would bring, by simulating again with it
+    marginal     what a tenth more of each resource saves, by simulating again with it
     spread       the plan's own order under random bandwidths and latencies, or drawn weather, percentiles
 
 A job is re-arranged by the cost model where its file leaves things open; a plan stays as it is placed. With `replan`
@@ -20,16 +20,15 @@ import numpy as np
 from atlas.cost.cluster_arrays import cluster_arrays
 from atlas.cost.table import Costs
 from atlas.errors import AtlasError, InfeasibleError
-from atlas.evaluate import restaged
+from atlas.evaluate import Progress, restaged
 from atlas.ir.program import Program
 from atlas.planner.candidate import Candidate, Group
 from atlas.planner.change import Sweep, changed
 from atlas.planner.files import candidate_of, space_of_plan
-from atlas.planner.judge import Judged, judge, timed
-from atlas.planner.pool import Tick
+from atlas.planner.judge import SimulatedCandidate, judge, timed
+from atlas.planner.plan_simulation import PlanSimulation, simulate_plan
 from atlas.planner.run import make_plan
 from atlas.planner.space import space_of
-from atlas.planner.whole import Whole, simulate_whole
 from atlas.sim.lower import SeededNoise, Tables, noisy, stretched
 from atlas.sim.weather import Tail, WeatherRuns
 from atlas.spec import Job, override
@@ -37,6 +36,11 @@ from atlas.spec.plan import Plan, PlanSchedule
 
 MORE, LESS = 1.1, 0.9
 """Factors on a resource, and on latency, whose effect the bottleneck table shows: a tenth better."""
+
+PERCENTILES = (5, 25, 50, 75, 95, 99)
+"""Of the iteration times of Monte-Carlo runs."""
+SEEDS = 2**31
+"""Seeds of the noise of a run are below this."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Marginal:
-    """What one more unit of a resource brings."""
+    """What a tenth more of a resource, or a tenth less latency, saves."""
 
     resource: str
     key: str
@@ -65,36 +69,36 @@ class Marginal:
 
 
 # ---- one question --------------------------------------------------------------------------------------------
-class Asked:
+class WhatIfSimulator:
     """A job or a plan, to be simulated with something changed."""
 
     def __init__(self, job: Job, plan: Plan | None = None, *, replan: bool = False) -> None:
         self.job, self.plan, self.replan = job, plan, replan
 
-    def judged(self, job: Job) -> Judged:
+    def judged(self, job: Job) -> SimulatedCandidate:
         """The figures of the changed job under its searched schedule: those of `atlas simulate` (or, with `replan`, of
         `atlas plan`). InfeasibleError where it cannot run."""
         return make_plan(job).winner if self.replan else self.searched(job)[0]
 
-    def searched(self, job: Job) -> tuple[Judged, Whole | None]:
+    def searched(self, job: Job) -> tuple[SimulatedCandidate, PlanSimulation | None]:
         """The figures under the plan's own schedule, or under `atlas`, and the simulation. A job too long to be
         simulated in full uses `1f1b-eager`, and its simulation is None."""
         plain = self.plain(job, exact=True)
         how = PlanSchedule(name="atlas", tcp="many") if self.plan is None else self.plan.schedule
         try:
-            whole = simulate_whole(
+            simulation = simulate_plan(
                 job, cluster_arrays(job), plain.candidate, how.name, as_stated=self.plan is None,
                 sharing=how.sharing or self.plan is None, budget=how.tries or None, seed=how.seed,
             )  # fmt: skip
         except InfeasibleError:
             return plain, None
-        return timed(plain, whole.iteration_s), whole
+        return timed(plain, simulation.iteration_s), simulation
 
-    def plain(self, job: Job, *, exact: bool) -> Judged:
+    def plain(self, job: Job, *, exact: bool) -> SimulatedCandidate:
         """The figures under `1f1b-eager`, which needs no search. `exact`: long runs are not extrapolated roughly."""
         return self._arranged(job, exact) if self.plan is None else self._placed(job, self.plan, exact)
 
-    def _placed(self, job: Job, plan: Plan, exact: bool) -> Judged:
+    def _placed(self, job: Job, plan: Plan, exact: bool) -> SimulatedCandidate:
         """The plan with its placement, and only this key changed."""
         old = plan.job
         names = {dc.name for dc in job.cluster.datacenters}
@@ -119,7 +123,7 @@ class Asked:
             space = space_of(job, global_batch=moved.slots * job.microbatch, tcp=candidate.tcp)
         return judge(replace(space, job=job), cluster_arrays(job), moved, exact=exact)
 
-    def _arranged(self, job: Job, exact: bool) -> Judged:
+    def _arranged(self, job: Job, exact: bool) -> SimulatedCandidate:
         """The job as its file has it, one stage a worker, taking turns where that is faster."""
         job, found = restaged(job, 1)
         group = Group.arranged(job, found)
@@ -141,14 +145,14 @@ def _scaled(group: Group, job: Job, old: Job) -> Group:
     return replace(group, num_microbatches=more)
 
 
-def sweep(asked: Asked, one: Sweep, tick: Tick | None = None) -> list[Point]:
+def sweep(simulator: WhatIfSimulator, one: Sweep, progress: Progress | None = None) -> list[Point]:
     """The iteration at every value. What cannot run leaves a gap, with the reason; what makes no sense is an error."""
     points = []
     for k, value in enumerate(one.values):
-        if tick is not None:
-            tick(f"{one.key}={value}", k, len(one.values))
+        if progress is not None:
+            progress(f"{one.key}={value}", k, len(one.values))
         try:
-            judged = asked.judged(changed(asked.job, one.key, value))
+            judged = simulator.judged(changed(simulator.job, one.key, value))
         except InfeasibleError as error:
             points.append(Point(value, None, None, None, error.rule))
             continue
@@ -160,17 +164,19 @@ def sweep(asked: Asked, one: Sweep, tick: Tick | None = None) -> list[Point]:
 
 
 # ---- bottleneck ------------------------------------------------------------------------------------------------
-def marginals(asked: Asked, tick: Tick | None = None) -> tuple[Judged, list[Marginal]]:
+def marginals(
+    simulator: WhatIfSimulator, progress: Progress | None = None
+) -> tuple[SimulatedCandidate, list[Marginal]]:
     """The job now, and what a tenth more (or less latency) of each resource saves, the best first. The share that is
     saved is that of `1f1b-eager`: a search finds its best order only to within a few per cent."""
-    now, plain = asked.judged(asked.job), asked.plain(asked.job, exact=False)
+    now, plain = simulator.judged(simulator.job), simulator.plain(simulator.job, exact=False)
     found = []
-    trials = list(_trials(asked.job, now.candidate))
+    trials = list(_trials(simulator.job, now.candidate))
     for k, (resource, key, value, more, changes) in enumerate(trials):
-        if tick is not None:
-            tick(resource, k, len(trials))
+        if progress is not None:
+            progress(resource, k, len(trials))
         try:
-            after = asked.plain(override(asked.job, changes), exact=False).figures
+            after = simulator.plain(override(simulator.job, changes), exact=False).figures
         except AtlasError:
             continue
         saves = now.figures.iteration_s * (1 - plain.figures.tokens_per_s / after.tokens_per_s)
@@ -236,23 +242,25 @@ class MonteCarlo:
         return {"runs": len(self.times_s), **percentiles(self.times_s), **tail} if self.times_s else None
 
 
-def spread(asked: Asked, runs: int, *, wan: float, compute: float, seed: int, tick: Tick | None = None) -> MonteCarlo:
+def spread(
+    simulator: WhatIfSimulator, runs: int, *, wan: float, compute: float, seed: int, progress: Progress | None = None
+) -> MonteCarlo:
     """`runs` iterations: links with a model have new weather in each run, the others their own bandwidth and latency
     (log-normal, sigma `wan`), and every op its own duration (sigma `compute`)."""
-    now, whole = asked.searched(asked.job)
-    if whole is None:
+    now, simulation = simulator.searched(simulator.job)
+    if simulation is None:
         raise InfeasibleError(
-            where=asked.job.where, key="num_microbatches", value=asked.job.num_microbatches,
+            where=simulator.job.where, key="num_microbatches", value=simulator.job.num_microbatches,
             rule="the job is too long to be simulated in full, which Monte-Carlo runs need", remedy="Lower it",
         )  # fmt: skip
-    base = whole.results[whole.slowest]
+    base = simulation.results[simulation.slowest]
     program, costs = base.single.program, base.costs
     rest_s = now.figures.iteration_s - base.single.makespan_ns / 1e9
     draws = WeatherRuns(program, costs, seed, _varied(program, costs, wan, compute, seed))
     times = []
     for k in range(runs):
-        if tick is not None:
-            tick("Monte-Carlo", k, runs)
+        if progress is not None:
+            progress("Monte-Carlo", k, runs)
         times.append(draws.time_s(k))
     return MonteCarlo(tuple(time_s + rest_s for time_s in times), draws.tail(times))
 
@@ -265,7 +273,7 @@ def _varied(program: Program, costs: Costs, wan: float, compute: float, seed: in
     def varied(tables: Tables, k: int) -> Tables:
         rng = np.random.default_rng([seed, k])
         slow = np.exp(rng.normal(0.0, wan, (2, len(plain))) * plain)
-        found = noisy(tables, SeededNoise(int(rng.integers(2**31)), compute, 0.0), program)
+        found = noisy(tables, SeededNoise(int(rng.integers(SEEDS)), compute, 0.0), program)
         link = tables.channel_link[tables.transfer_channel]
         work_factor, latency_factor = np.where(crosses, slow[:, link], 1.0)
         return found._replace(
@@ -277,4 +285,4 @@ def _varied(program: Program, costs: Costs, wan: float, compute: float, seed: in
 
 
 def percentiles(times: Sequence[float]) -> dict[str, float]:
-    return {f"p{p}_s": float(np.percentile(times, p)) for p in (5, 25, 50, 75, 95, 99)} | {"worst_s": max(times)}
+    return {f"p{p}_s": float(np.percentile(times, p)) for p in PERCENTILES} | {"worst_s": max(times)}

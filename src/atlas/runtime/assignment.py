@@ -18,7 +18,7 @@ from atlas.errors import AtlasError
 from atlas.ir.text import from_text
 from atlas.runtime.models.config import DecoderConfig, even_layers, gpt
 from atlas.runtime.recipe import LearningRate, OptimizerSettings
-from atlas.runtime.wiring import GroupShape, WorkerRole
+from atlas.runtime.topology import GroupShape, WorkerRole
 from atlas.wan.transport.base import PeerRoute
 
 T = TypeVar("T")

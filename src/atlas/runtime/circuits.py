@@ -1,5 +1,5 @@
 """A worker on photonic rails: it sends between two ranks, or sums gradients, only when the launcher says that the
-circuits for it are set up, and tells the launcher what has ended on the circuits it had.
+circuits for it are set up, and reports to the launcher what has ended on the circuits that it had.
 
     -> ["ask", step, rank]    it has something to send to this rank
     -> ["got", step, rank]    all that this rank sends in the step has arrived
@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from atlas.runtime.assignment import Assignment
-from atlas.runtime.wiring import WorkerRole
+from atlas.runtime.topology import WorkerRole
 from atlas.wan.transport.base import Handle
 
 RING = -1

@@ -26,8 +26,8 @@ from atlas.errors import WorkerError
 from atlas.runtime.assignment import Assignment
 from atlas.runtime.exchange import Exchange, ExchangeKey, PartSizes
 from atlas.runtime.ordered_sum import CHUNK_BYTES, OrderedSum
+from atlas.runtime.topology import WorkerRole
 from atlas.runtime.waits import Pending
-from atlas.runtime.wiring import WorkerRole
 from atlas.wan.transport.base import Handle
 
 START_S = 90.0
@@ -42,6 +42,7 @@ with more ranks, all exchange in one operation, and the sum is taken when all pa
 NUM_THREADS = 6
 """Of a Gloo group, for operations that are under way at the same time."""
 POLL_S = 100e-6
+"""Between two looks at an operation of the device."""
 DETERMINISTIC = {"NCCL_ALGO": "Ring", "NCCL_NVLS_ENABLE": "0"}
 """NCCL adds in one order in every run on the same ranks, as in Megatron-LM's deterministic mode."""
 

@@ -1,7 +1,7 @@
 """Compiles functions by torch's compiler, if this host has what it needs; otherwise says once why not.
 
-`inductor` makes kernels; `aot_eager` only traces, for tests. Compiled kernels are kept in a folder by the version of
-torch, so that a restart does not compile again. Knows torch and the host; not models.
+Compiled kernels are kept in a folder by the version of torch, so that a restart does not compile again. Knows torch and
+the host; not models.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from atlas.errors import AtlasError
 
 log = logging.getLogger("atlas.compiling")
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
-INDUCTOR, TRACED, EAGER = "inductor", "aot_eager", ""
+INDUCTOR, EAGER = "inductor", ""
 """Backends."""
 ONCE = "once"
 """An attribute of log records: a warning that is the same on every host, and shown for the first one only."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from atlas.errors import WorkerError
-from atlas.runtime.device import Copied, Device, Running, Span
+from atlas.runtime.device import CopyTimes, Device, Running, Span
 from atlas.runtime.spans import SpanUnion
 
 T = TypeVar("T")
@@ -101,13 +101,13 @@ class Cuda(Device):
 
         return get
 
-    def copied(self) -> Copied:
+    def copied(self) -> CopyTimes:
         copies = [copy.span() for copy in list(self._copied)]
         compute = SpanUnion(self._computed)
         since_ns = self._computed[0].start_ns if self._computed else 0
         kept = [span for span in copies if span.start_ns >= since_ns]
         total_ns = sum(span.end_ns - span.start_ns for span in kept)
-        return Copied(len(kept), total_ns, sum(map(compute.within_ns, kept)))
+        return CopyTimes(len(kept), total_ns, sum(map(compute.within_ns, kept)))
 
     def peak_bytes(self) -> int:
         return torch.cuda.max_memory_allocated(self.place)

@@ -27,7 +27,7 @@ class Span(NamedTuple):
     end_ns: int
 
 
-class Copied(NamedTuple):
+class CopyTimes(NamedTuple):
     """Copies between host and device; of the last ones only."""
 
     num: int
@@ -96,9 +96,9 @@ class Device:
         returns the tensor on the device; work that uses it waits for the copy."""
         return lambda: tensor
 
-    def copied(self) -> Copied:
+    def copied(self) -> CopyTimes:
         """Wait for pending copies. Nothing is counted if host and device are the same."""
-        return Copied(0, 0, 0)
+        return CopyTimes(0, 0, 0)
 
     def peak_bytes(self) -> int:
         """The most memory of the device that tensors have had at once; 0 if it is the host's."""

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from atlas.errors import WorkerError
 from atlas.runtime.links import WorkerLinks
+from atlas.runtime.topology import GRADIENTS
 from atlas.runtime.transfers import bytes_of
 from atlas.runtime.waits import Pending
-from atlas.runtime.wiring import GRADIENTS
 from atlas.wan.transport.base import Handle
 
 PARTS, SUMS, ENDS, HALVES, WEIGHTS, STATE, NORMS = range(7)

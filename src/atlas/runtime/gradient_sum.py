@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from atlas.runtime.models.linear import Product, multiply
+from atlas.runtime.models.linear import GradientProduct, multiply
 
 Add = Callable[[bool], None]
 """Adds one gradient to its sum, or begins the sum with it."""
@@ -67,7 +67,7 @@ class GradientSum:
         self._at_input.begin(first_slot)
         self._at_weight.begin(first_slot)
 
-    def add_direct(self, slot: int, gradients: list[tuple[Tensor, Tensor]], products: list[Product]) -> None:
+    def add_direct(self, slot: int, gradients: list[tuple[Tensor, Tensor]], products: list[GradientProduct]) -> None:
         """Gradients and products that belong to the input half; `input_done` follows."""
 
         def work(first: bool) -> None:
@@ -82,18 +82,18 @@ class GradientSum:
     def input_done(self, slot: int) -> None:
         self._at_input.done(slot)
 
-    def add_products(self, slot: int, units: Iterable[list[Product]]) -> None:
-        """All products of the weight half, unit by unit."""
-        for products in units:
+    def add_products(self, slot: int, parts: Iterable[list[GradientProduct]]) -> None:
+        """All products of the weight half, part by part."""
+        for products in parts:
             self._at_weight.add(slot, partial(self._multiply, products))
         self._at_weight.done(slot)
 
-    def _multiply(self, products: list[Product], first: bool) -> None:
+    def _multiply(self, products: list[GradientProduct], first: bool) -> None:
         while products:
             product = products.pop()
             multiply(product, self._sums[id(product.weight)], first=first)
 
-    def try_out(self, products: list[Product]) -> None:
+    def try_out(self, products: list[GradientProduct]) -> None:
         """Multiply in place of the sums, before the first microbatch begins them."""
         for product in products:
             multiply(product, self._sums[id(product.weight)], first=False)

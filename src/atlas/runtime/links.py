@@ -1,5 +1,5 @@
 """A worker's connections: one endpoint, on it a relay for each boundary that its cell shares, and direct links to
-neighbours on its host. Sends and receives by purpose; `wiring` says who the peer is.
+neighbours on its host. Sends and receives by purpose; `topology` says who the peer is.
 
 Knows transports and names. Does not know tensors, nor when anything is sent.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 from atlas.errors import WorkerError
 from atlas.ir.program import BACKWARD, FORWARD
 from atlas.runtime.assignment import Assignment
-from atlas.runtime.wiring import AFTER, BEFORE, CONTROL, GRADIENTS, MAIN, WorkerRole, is_along, lane_of
+from atlas.runtime.topology import AFTER, BEFORE, CONTROL, GRADIENTS, MAIN, WorkerRole, is_along, lane_of
 from atlas.wan.cell_relay.relay import SLICE_BYTES, Cell
 from atlas.wan.cell_relay.slices import head_bytes
 from atlas.wan.security.credentials import Credentials, Security
@@ -66,11 +66,6 @@ class WorkerLinks:
             for end in role.ends
             if end != MAIN
         }
-
-    @property
-    def is_direct(self) -> bool:
-        """Whether it has a direct link."""
-        return self._direct is not None and self._direct.has_links
 
     def is_sending(self, besides: Collection[int] = ()) -> bool:
         """Whether a message on other lanes than these is unsent or unacknowledged."""

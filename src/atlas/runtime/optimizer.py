@@ -20,6 +20,8 @@ from atlas.runtime.flat import FlatParameters
 from atlas.runtime.recipe import OptimizerSettings, wrong
 
 Parameters = Mapping[str, Tensor]
+NORM_EPSILON = 1e-6
+"""Added to a norm, as `torch.nn.utils.clip_grad_norm_` does."""
 MAX_RUN = 1 << 30
 """Values that one kernel call steps: its indices have 32 bits."""
 
@@ -36,7 +38,7 @@ class FlatSlice(NamedTuple):
         return cls(flat, 0, flat.num_values)
 
 
-class Run(NamedTuple):
+class ParameterRun(NamedTuple):
     """Neighbouring values that take the same step: a parameter, or a run of flat memory."""
 
     weight: Tensor
@@ -55,7 +57,7 @@ class Run(NamedTuple):
 class Sgd:
     """Plain SGD, for stand-ins and tests."""
 
-    slots: tuple[str, ...] = ()
+    entries: tuple[str, ...] = ()
 
     def __init__(
         self, parameters: Parameters, settings: OptimizerSettings, slices: Sequence[FlatSlice] | None = None
@@ -64,7 +66,7 @@ class Sgd:
         self.settings, self.num_steps = settings, 0
         self.parameters = dict(parameters)
         self.state: dict[Tensor, dict[str, Tensor]] = {}
-        """By parameter, then by slot, with torch.optim's names: live tensors. A resumed run copies into them and sets
+        """By parameter, then by entry, with torch.optim's names: live tensors. A resumed run copies into them and sets
         `num_steps`. Parameters of which only a part is stepped here are missing."""
         self.factor = 1.0
         """The next step multiplies the gradients by it: clipping."""
@@ -74,7 +76,7 @@ class Sgd:
         with torch.no_grad():
             self.runs = list(self._single_runs() if slices is None else self._flat_runs(slices))
 
-    def _single_runs(self) -> Iterator[Run]:
+    def _single_runs(self) -> Iterator[ParameterRun]:
         first: dict[int, Tensor] = {}
         for parameter in self.parameters.values():
             owner = first.setdefault(parameter.data_ptr(), parameter)
@@ -82,9 +84,9 @@ class Sgd:
                 self.state[parameter] = self.state[owner]
                 continue
             self.state[parameter] = self._state(parameter)
-            yield Run(parameter, lambda p=parameter: _gradient(p), parameter.dim() > 1, self.state[parameter])  # type: ignore[misc]
+            yield ParameterRun(parameter, lambda p=parameter: _gradient(p), parameter.dim() > 1, self.state[parameter])  # type: ignore[misc]
 
-    def _flat_runs(self, slices: Sequence[FlatSlice]) -> Iterator[Run]:
+    def _flat_runs(self, slices: Sequence[FlatSlice]) -> Iterator[ParameterRun]:
         for flat, begin, end in slices:
             weight, gradient = flat.weights[begin:end], flat.gradients[begin:end]
             state = self._state(weight)
@@ -93,17 +95,17 @@ class Sgd:
                 {0, *range(MAX_RUN, end - begin, MAX_RUN), max(0, min(end, flat.num_decayed) - begin), end - begin}
             )
             for a, b in itertools.pairwise(edges):
-                part = {slot: tensor[a:b] for slot, tensor in state.items()}
-                yield Run(weight[a:b], lambda g=gradient[a:b]: g, begin + a < flat.num_decayed, part)  # type: ignore[misc]
+                part = {entry: tensor[a:b] for entry, tensor in state.items()}
+                yield ParameterRun(weight[a:b], lambda g=gradient[a:b]: g, begin + a < flat.num_decayed, part)  # type: ignore[misc]
             for name, view in flat.weight_of.items():
                 at, owner = flat.offsets[flat.owner[name]] - begin, self.parameters[flat.owner[name]]
                 if at >= 0 and at + view.numel() <= end - begin:
-                    mine = {slot: t[at : at + view.numel()].view(view.shape) for slot, t in state.items()}
+                    mine = {entry: t[at : at + view.numel()].view(view.shape) for entry, t in state.items()}
                     self.state[self.parameters[name]] = self.state.setdefault(owner, mine)
 
     def _state(self, weight: Tensor) -> dict[str, Tensor]:
-        state = {slot: torch.zeros_like(weight, dtype=torch.float32, requires_grad=False) for slot in self.slots}
-        if self.slots and weight.dtype != torch.float32:
+        state = {entry: torch.zeros_like(weight, dtype=torch.float32, requires_grad=False) for entry in self.entries}
+        if self.entries and weight.dtype != torch.float32:
             state["master"] = weight.detach().float()
         return state
 
@@ -126,11 +128,11 @@ class Sgd:
         for parameter in self.parameters.values():
             parameter.grad = None
 
-    def _update(self, runs: Sequence[Run], rate: float) -> None:
+    def _update(self, runs: Sequence[ParameterRun], rate: float) -> None:
         for run in runs:
             run.weight.add_(self._clipped(run), alpha=-rate)
 
-    def _clipped(self, run: Run) -> Tensor:
+    def _clipped(self, run: ParameterRun) -> Tensor:
         gradient = run.gradient()
         return gradient if self.factor == 1.0 else gradient.mul_(self.factor)
 
@@ -138,9 +140,9 @@ class Sgd:
 class AdamW(Sgd):
     """Equal to the bit to torch.optim.AdamW in float32 on a CPU; torch's fused kernel on a GPU."""
 
-    slots = ("exp_avg", "exp_avg_sq")
+    entries = ("exp_avg", "exp_avg_sq")
 
-    def _update(self, runs: Sequence[Run], rate: float) -> None:
+    def _update(self, runs: Sequence[ParameterRun], rate: float) -> None:
         if runs and runs[0].weight.is_cuda:
             for decays in (True, False):
                 self._update_fused([run for run in runs if run.decays == decays], rate, decays)
@@ -151,7 +153,7 @@ class AdamW(Sgd):
             if run.master is not run.weight:
                 run.weight.copy_(run.master)
 
-    def _update_run(self, run: Run, rate: float) -> None:
+    def _update_run(self, run: ParameterRun, rate: float) -> None:
         settings, kept, master, gradient = self.settings, run.state, run.master, self._clipped(run)
         first = 1.0 - settings.beta1**self.num_steps
         second = math.sqrt(1.0 - settings.beta2**self.num_steps)
@@ -162,7 +164,7 @@ class AdamW(Sgd):
         denominator = (kept["exp_avg_sq"].sqrt() / second).add_(settings.eps)
         master.addcdiv_(kept["exp_avg"], denominator, value=-rate / first)
 
-    def _update_fused(self, runs: Sequence[Run], rate: float, decays: bool) -> None:
+    def _update_fused(self, runs: Sequence[ParameterRun], rate: float, decays: bool) -> None:
         """One pass over memory; it clips too (`grad_scale` divides)."""
         if not runs:
             return
@@ -219,4 +221,4 @@ def global_norm(parts: Iterable[Iterable[float]]) -> float:
 
 def clip_factor(norm: float, max_norm: float) -> float:
     """What gradients of this global norm are multiplied by, so that it is at most `max_norm`."""
-    return min(1.0, max_norm / (norm + 1e-6))
+    return min(1.0, max_norm / (norm + NORM_EPSILON))

@@ -19,16 +19,16 @@ from atlas.errors import AtlasError
 from atlas.runtime.assignment import Assignment
 from atlas.runtime.collectives import START_S, GroupStore, store_listener
 from atlas.runtime.exchange import Exchange, TransportExchange
+from atlas.runtime.group_sum import RingGroupSum
 from atlas.runtime.links import WorkerLinks
-from atlas.runtime.meeting import GroupMeeting
 from atlas.runtime.stage_set import StageSet
-from atlas.runtime.wiring import GRADIENTS
+from atlas.runtime.topology import GRADIENTS
 
 FOUND = (-2, 0, 0, 0)
 """The tag of the message with the store's address."""
 
 
-class Software(NamedTuple):
+class RankSoftware(NamedTuple):
     """What the ranks of a process group must have in common; and where."""
 
     host: str
@@ -37,7 +37,7 @@ class Software(NamedTuple):
     """Empty without a GPU."""
 
     @classmethod
-    def here(cls) -> Software:
+    def here(cls) -> RankSoftware:
         nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else ""  # type: ignore[no-untyped-call]
         return cls(socket.gethostname(), torch.__version__, nccl)
 
@@ -45,7 +45,7 @@ class Software(NamedTuple):
         return f"{self.host} has torch {self.torch}" + (f" with NCCL {self.nccl}" if self.nccl else "")
 
 
-def require_same(first: Software, other: Software) -> None:
+def require_same(first: RankSoftware, other: RankSoftware) -> None:
     if first[1:] != other[1:]:
         raise AtlasError(
             f"hosts of one datacenter have different software: {first}, {other}. Gradients are summed by torch there: "
@@ -69,8 +69,8 @@ class PipelineGroup:
             self._exchanges = dict.fromkeys(role.stages, TransportExchange(self.links))
         else:
             self._exchanges = dict(stage_set.open_exchanges(self._open() if role.pipeline == 0 else self._find()))
-        meeting = GroupMeeting(self.links, training.model.config, self.assignment.tp) if role.groups else None
-        stage_set.sum_by(self._exchanges, meeting)
+        group_sum = RingGroupSum(self.links, training.model.config, self.assignment.tp) if role.groups else None
+        stage_set.sum_by(self._exchanges, group_sum)
 
     def _open(self) -> GroupStore:
         """Start the store, and send its address to the other workers."""
@@ -79,7 +79,7 @@ class PipelineGroup:
         store = GroupStore(host, port, secrets.token_hex(16), listener)
         for pipeline in self.role.other_pipelines:
             what = f"{self.role.who} sends the address of the store to pipeline {pipeline}"
-            message = json.dumps([host, port, store.prefix, Software.here()]).encode()
+            message = json.dumps([host, port, store.prefix, RankSoftware.here()]).encode()
             self.links.send_to(GRADIENTS, pipeline, self.role.rank, FOUND, message, what)
         return store
 
@@ -87,7 +87,7 @@ class PipelineGroup:
         what = f"{self.role.who} waits for the address of the store of p0.s{self.role.rank}"
         message = self.links.recv_from(GRADIENTS, 0, self.role.rank, FOUND, None, what).wait(START_S)
         host, port, prefix, software = json.loads(bytes(message or b""))
-        require_same(Software(*map(str, software)), Software.here())
+        require_same(RankSoftware(*map(str, software)), RankSoftware.here())
         return GroupStore(str(host), int(port), str(prefix))
 
     def close(self) -> None:

@@ -64,6 +64,8 @@ if TYPE_CHECKING:
 
 DECISION_S = 60.0
 """How long a worker waits for {"last_step"} after {"stop"}."""
+SWITCH_INTERVAL_S = 0.5e-3
+"""Python's switch interval. Its default lets a sender wait 5 ms for the thread that computes."""
 ALIVE_S = 3.0
 """Between two messages of a worker that is busy with something long."""
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, KEPT_BYTES = -1, -3, 1 << 30
@@ -76,7 +78,7 @@ def main() -> int:
     _keep_memory()
     _allow_sockets()
     torch.set_num_threads(1)
-    sys.setswitchinterval(0.0005)  # the default lets a sender wait 5 ms for the thread that computes
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     logging.getLogger("atlas").addHandler(WarningForwarder(out))
     try:
         result = _serve(messages, out)
@@ -181,7 +183,7 @@ def _work(assignment: Assignment, messages: TextIO, out: MessageWriter, follower
     kineto = KinetoRecorder.of(worker.role.number * assignment.tp, worker.last_step)
     worker.names_ops = kineto is not None
     if kineto is not None:
-        kineto.while_writing = lambda: _says_alive(out, f"{worker.role.name} writes the trace of its steps")
+        kineto.while_writing = lambda: says_alive(out, f"{worker.role.name} writes the trace of its steps")
     out.send({"listening": worker.links.port})
     peers = _read(messages)
     worker.connect(*([tuple(place) for place in peers.get(key, ())] for key in ("channels", "dial_for")))
@@ -239,7 +241,7 @@ def _handle_all(messages: TextIO, worker: Worker, stop_control: StopControl, out
     os._exit(1)
 
 
-def _says_alive(out: MessageWriter, what: str) -> Repeating:
+def says_alive(out: MessageWriter, what: str) -> Repeating:
     """Sends the launcher a message every few seconds: without one for long, it takes the worker for failed."""
     return Repeating("says alive", ALIVE_S, lambda: out.send({"waits_for": what}))
 

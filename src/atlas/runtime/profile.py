@@ -28,7 +28,7 @@ LAYERS = 3
 """Layers of the timed stages: enough that the launch of a single op does not matter."""
 
 
-class Times(NamedTuple):
+class StageTimes(NamedTuple):
     """Seconds for one microbatch."""
 
     forward_s: float
@@ -36,11 +36,11 @@ class Times(NamedTuple):
     backward_s: float
     weight_s: float
 
-    def minus(self, other: Times) -> Times:
-        return Times(*(max(0.0, mine - theirs) for mine, theirs in zip(self, other, strict=True)))
+    def minus(self, other: StageTimes) -> StageTimes:
+        return StageTimes(*(max(0.0, mine - theirs) for mine, theirs in zip(self, other, strict=True)))
 
-    def over(self, count: int) -> Times:
-        return Times(*(value / count for value in self))
+    def over(self, count: int) -> StageTimes:
+        return StageTimes(*(value / count for value in self))
 
 
 def profile(job: Job, device: str, repeats: int = 10, backend: str = EAGER) -> dict[str, Any]:
@@ -64,11 +64,6 @@ def profile(job: Job, device: str, repeats: int = 10, backend: str = EAGER) -> d
     return {**facts, **times}
 
 
-def layer_times(job: Job, device: str, repeats: int = 10) -> Times:
-    """One layer, of a stage without embedding and head."""
-    return _time_stage(_task(job, device), 1, device, repeats).over(LAYERS)
-
-
 def _task(job: Job, device: str) -> DecoderTask:
     """Three stages of the job's model."""
     config = replace(from_spec(job.model), num_layers=3 * LAYERS)
@@ -84,10 +79,10 @@ def _tokens(config: DecoderConfig, microbatch: int, length: int) -> Callable[[in
     return lambda slot, pipeline: (tokens, tokens)
 
 
-def _time_stage(task: DecoderTask, number: int, device: str, repeats: int, backend: str = EAGER) -> Times:
+def _time_stage(task: DecoderTask, number: int, device: str, repeats: int, backend: str = EAGER) -> StageTimes:
     """Medians over `repeats` microbatches, after three for warm-up."""
     stage = Stage(task, number, 3, 0, 1.0, backend=backend)
-    found: list[Times] = []
+    found: list[StageTimes] = []
     for slot in range(repeats + 3):
         stage.gradients.begin(slot)
         x = None if stage.is_first else torch.randn(task.activation_shape, dtype=task.dtype, device=device)
@@ -96,8 +91,8 @@ def _time_stage(task: DecoderTask, number: int, device: str, repeats: int, backe
         recompute_s = _seconds(device, partial(stage.recompute, slot))
         input_s = _seconds(device, partial(stage.backward_input, slot, gradient))
         weight_s = _seconds(device, partial(stage.backward_weight, slot))
-        found.append(Times(forward_s, recompute_s, input_s + weight_s, weight_s))
-    return Times(*map(statistics.median, zip(*found[3:], strict=True)))
+        found.append(StageTimes(forward_s, recompute_s, input_s + weight_s, weight_s))
+    return StageTimes(*map(statistics.median, zip(*found[3:], strict=True)))
 
 
 def _seconds(device: str, work: Callable[[], object]) -> float:

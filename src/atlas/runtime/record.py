@@ -17,6 +17,7 @@ from atlas.runtime.device import Span
 from atlas.wan.transport.base import Handle
 
 LOOK_S = 0.001
+"""Between two looks at transfers that are not done."""
 
 
 @dataclass

@@ -15,8 +15,8 @@ from atlas.runtime.assignment import TrainingSetup
 from atlas.runtime.models.decoder import TIED_EMBEDDING, TIED_HEAD, loss_of
 from atlas.runtime.models.task import DecoderTask
 from atlas.runtime.optimizer import make_optimizer
+from atlas.runtime.topology import BatchShare
 from atlas.runtime.training import make_task
-from atlas.runtime.wiring import BatchShare
 
 Weights = dict[str, NDArray[np.float32]]
 

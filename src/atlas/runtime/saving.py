@@ -20,8 +20,8 @@ from atlas.runtime.checkpoint.state import share
 from atlas.runtime.links import WorkerLinks
 from atlas.runtime.models.config import model_layers
 from atlas.runtime.stage_set import StageSet
+from atlas.runtime.topology import WorkerRole
 from atlas.runtime.training import data_digest, run_config
-from atlas.runtime.wiring import WorkerRole
 
 COPY_S = 60.0
 """How long the end of a run waits for the copy of the last save."""
@@ -47,7 +47,7 @@ def global_batch_of(training: TrainingSetup, role: WorkerRole) -> int:
     return training.data.microbatch * role.share.total
 
 
-class Saving:
+class CheckpointSaving:
     """Saves every few steps and at the end.
 
     If the assignment says so, saves are copied to another datacenter over this worker's links, after its other traffic.

@@ -1,7 +1,7 @@
 """One stage of the model while it trains: forwards, recomputes, and backwards in two halves. A whole backward is the
 input half, and after each layer its weight half: one path, so that every schedule gets the same bits.
 
-Knows tensors and units (`units`). Does not know where its inputs come from, nor time.
+Knows tensors and the parts of a stage (`stage_parts`). Does not know where its inputs come from, nor time.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from atlas.runtime import compiling
 from atlas.runtime.flat import FlatParameters, local_part
 from atlas.runtime.gradient_sum import GradientSum
 from atlas.runtime.models.decoder import TIED_HEAD
-from atlas.runtime.models.linear import Product
+from atlas.runtime.models.linear import GradientProduct
 from atlas.runtime.models.rope import rotation
 from atlas.runtime.models.task import DecoderTask
-from atlas.runtime.units import HeadPass, LayerRunner, LossHead, Surroundings, UnitPass, embed
+from atlas.runtime.stage_parts import HeadPass, LayerRunner, LossHead, PartPass, PassContext, embed
 
 
-class UnitAgain(NamedTuple):
-    """Runs a unit with a graph."""
+class PartRerun(NamedTuple):
+    """Runs a part of the stage again, with a graph."""
 
-    run: Callable[[Tensor], UnitPass]
+    run: Callable[[Tensor], PartPass]
     x: Tensor
 
-    def __call__(self) -> UnitPass:
+    def __call__(self) -> PartPass:
         return self.run(self.x.requires_grad_(self.x.is_floating_point()))
 
 
@@ -49,7 +49,7 @@ class Stage:
         num_slices: int = 1,
     ) -> None:
         """`backend`: the compiler of layers and head. `by_layer`: a recompute happens inside the backward that follows
-        it, unit by unit, from inputs that the forward kept: one unit's activations exist at a time.
+        it, part by part, from inputs that the forward kept: one part's activations exist at a time.
         `num_slices`: into how many equal slices its flat memory can be divided."""
         self.task, self.pipeline, self.loss_scale, self.by_layer = task, pipeline, loss_scale, by_layer
         self.is_first, self.is_last = stage == 0, stage == num_stages - 1
@@ -71,12 +71,12 @@ class Stage:
         self._losses: dict[int, Tensor] = {}
         self._inputs: dict[int, Tensor] = {}
         """Of forwards that a recompute follows."""
-        self._passes: dict[int, list[UnitPass | UnitAgain]] = {}
-        self._products: dict[int, list[list[Product]]] = {}
-        """Between the halves of a backward: by unit, the last one first."""
+        self._passes: dict[int, list[PartPass | PartRerun]] = {}
+        self._products: dict[int, list[list[GradientProduct]]] = {}
+        """Between the halves of a backward: by part, the last one first."""
         self._x_gradient: Tensor | None = None
         """Result of the last input half."""
-        self._constants: Surroundings | None = None
+        self._constants: PassContext | None = None
 
     @property
     def losses(self) -> dict[int, float]:
@@ -163,18 +163,18 @@ class Stage:
         return y
 
     def _run(
-        self, x: Tensor, targets: Tensor | None, around: Surroundings, *, keep: bool
-    ) -> tuple[list[UnitPass | UnitAgain], Tensor]:
-        """All units; the output is detached. `keep` false: no graph, but what runs each unit again."""
-        passes: list[UnitPass | UnitAgain] = []
+        self, x: Tensor, targets: Tensor | None, around: PassContext, *, keep: bool
+    ) -> tuple[list[PartPass | PartRerun], Tensor]:
+        """All parts; the output is detached. `keep` false: no graph, but what runs each part again."""
+        passes: list[PartPass | PartRerun] = []
 
-        def through(run: Callable[[Tensor], UnitPass], x: Tensor, keep: bool = keep) -> Tensor:
-            again = UnitAgain(run, x.detach())
+        def through(run: Callable[[Tensor], PartPass], x: Tensor, keep: bool = keep) -> Tensor:
+            again = PartRerun(run, x.detach())
             # A compiled function without a graph is another one, with other bits: run it with one and discard it.
             with torch.set_grad_enabled(keep or self.backend != compiling.EAGER):
-                unit_pass = again()
-            passes.append(unit_pass if keep else again)
-            return unit_pass.output.detach()
+                part_pass = again()
+            passes.append(part_pass if keep else again)
+            return part_pass.output.detach()
 
         if self.module.embedding is not None:
             x = through(functools.partial(embed, self.module.embedding, around), x)
@@ -189,29 +189,29 @@ class Stage:
         """Whether head and loss keep their graph though layers do not: if no other microbatch's exists."""
         return self.by_layer and not any(isinstance(found[-1], HeadPass) for found in self._passes.values())
 
-    def _input_halves(self, slot: int, gradient: Tensor | None) -> Iterator[list[Product]]:
-        """I, unit by unit; yields the products of each unit. `_x_gradient` has the result."""
+    def _input_halves(self, slot: int, gradient: Tensor | None) -> Iterator[list[GradientProduct]]:
+        """I, part by part; yields the products of each part. `_x_gradient` has the result."""
         passes = self._passes.pop(slot)
         self._data.pop(slot, None)
         while passes:
-            unit_pass = _ready(passes.pop())
-            at_once = isinstance(unit_pass, HeadPass)
-            gradient, direct, products = unit_pass.input_half(gradient)
-            del unit_pass
+            part_pass = _ready(passes.pop())
+            at_once = isinstance(part_pass, HeadPass)
+            gradient, direct, products = part_pass.input_half(gradient)
+            del part_pass
             self.gradients.add_direct(slot, direct, products if at_once else [])
             if not at_once:
                 yield products
         self._x_gradient = gradient
         self.gradients.input_done(slot)
 
-    def _around(self, length: int) -> Surroundings:
+    def _around(self, length: int) -> PassContext:
         """Without dropout."""
         if self._constants is None or len(self._constants.positions_L) != length:
             config = self.module.config
             positions = torch.arange(self.module.require_known(length), device=self._place)
             rope = config.positions == "rope"
             turned = rotation(config, positions, self.flat.weights.dtype) if rope else None
-            self._constants = Surroundings(positions, turned, None)
+            self._constants = PassContext(positions, turned, None)
         return self._constants
 
     def _microbatch(self, slot: int) -> tuple[Tensor, Tensor]:
@@ -226,8 +226,8 @@ class Stage:
         return tensor.to(self._place, non_blocking=True)
 
 
-def _ready(found: UnitPass | UnitAgain) -> UnitPass:
-    return found() if isinstance(found, UnitAgain) else found
+def _ready(found: PartPass | PartRerun) -> PartPass:
+    return found() if isinstance(found, PartRerun) else found
 
 
 def _local(gradient: Tensor, parameter: Tensor) -> Tensor:

@@ -21,16 +21,16 @@ from atlas.runtime.collectives import GroupStore, torch_exchanges
 from atlas.runtime.compiling import available, load_ahead, require_fixed_kernels
 from atlas.runtime.device import Device
 from atlas.runtime.exchange import Exchange
-from atlas.runtime.meeting import Meeting
+from atlas.runtime.group_sum import GroupSum
 from atlas.runtime.models.config import activation_width, layer_of
 from atlas.runtime.models.decoder import TIED_EMBEDDING, TIED_HEAD
 from atlas.runtime.models.task import DecoderTask
 from atlas.runtime.optimizer import FlatSlice, clip_factor, make_optimizer, norms_of, squares_of
 from atlas.runtime.stage import Stage
 from atlas.runtime.sync import GradientSync
+from atlas.runtime.topology import WorkerRole
 from atlas.runtime.training import make_task
 from atlas.runtime.waits import Pending, Wait
-from atlas.runtime.wiring import WorkerRole
 from atlas.runtime.zero import ShardedState, gather_weights
 
 
@@ -124,9 +124,9 @@ class StageSet:
         """Join the process groups of these stages."""
         return torch_exchanges(self.assignment, self.role, store)
 
-    def sum_by(self, exchanges: Mapping[int, Exchange], meeting: Meeting | None = None) -> None:
+    def sum_by(self, exchanges: Mapping[int, Exchange], group_sum: GroupSum | None = None) -> None:
         """Sum over the other pipelines by these exchanges, and over other groups of pipelines."""
-        self.sync = GradientSync(exchanges, self.device, self.role.who, meeting)
+        self.sync = GradientSync(exchanges, self.device, self.role.who, group_sum)
 
     def begin_sum(self, step: int, number: int) -> None:
         """Start to sum a stage's gradients over pipelines: its last one is computed."""

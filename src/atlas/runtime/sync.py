@@ -21,14 +21,14 @@ from torch import Tensor
 
 from atlas.runtime.device import Device
 from atlas.runtime.exchange import ENDS, HALVES, NORMS, PARTS, SUMS, Exchange, ExchangeKey
+from atlas.runtime.group_sum import GroupSum
+from atlas.runtime.group_sum_plan import norm_receivers
 from atlas.runtime.links import WorkerLinks
-from atlas.runtime.meeting import Meeting
-from atlas.runtime.meeting_plan import norm_receivers
 from atlas.runtime.models.decoder import TIED_EMBEDDING
 from atlas.runtime.optimizer import global_norm
+from atlas.runtime.topology import CONTROL, GRADIENTS, GROUP_SUMS, TIED
 from atlas.runtime.transfers import bytes_of
 from atlas.runtime.waits import Pending, Wait
-from atlas.runtime.wiring import CONTROL, GRADIENTS, MEETING, TIED
 from atlas.wan.transport.base import Handle, Key
 
 UP, DOWN = range(2)
@@ -87,10 +87,10 @@ class GradientSync:
     """
 
     def __init__(
-        self, exchanges: Mapping[int, Exchange], device: Device, who: str, meeting: Meeting | None = None
+        self, exchanges: Mapping[int, Exchange], device: Device, who: str, group_sum: GroupSum | None = None
     ) -> None:
-        """`exchanges`: by stage. `meeting`: with other groups of pipelines."""
-        self.exchanges, self.device, self.who, self.meeting = exchanges, device, who, meeting
+        """`exchanges`: by stage. `group_sum`: with other groups of pipelines."""
+        self.exchanges, self.device, self.who, self.group_sum = exchanges, device, who, group_sum
         self._sums: dict[tuple[int, int], _Sum] = {}
 
     def begin(self, step: int, stage: int, flat: Tensor) -> None:
@@ -127,9 +127,9 @@ class GradientSync:
         own = own_slice(exchange, total.flat)
         added, gathered = _add(total.parts, 1 if exchange.reduces else exchange.size), list[Pending]()
         met_ns = 0
-        if self.meeting is not None:
+        if self.group_sum is not None:
             added = added.cpu()
-            met_ns = self.meeting.sum(step, added, wait)
+            met_ns = self.group_sum.sum(step, added, wait)
         if whole:
             mine = total.sent[own].copy_(added)
             gathered = exchange.gather(ExchangeKey(step, stage, SUMS), mine, total.sent, self._what(step))
@@ -218,7 +218,9 @@ class GlobalNorm:
             norm = np.array([global_norm([gathered.tolist(), *of_others])])
             for group, peer in norm_receivers(self.role):
                 what = f"{self.role.who} sends the norm of step {step} to another group"
-                self.links.main.send(Key(group.node_of(*peer), MEETING, (step, 0, 0, NORMS)), norm.tobytes(), what=what)
+                self.links.main.send(
+                    Key(group.node_of(*peer), GROUP_SUMS, (step, 0, 0, NORMS)), norm.tobytes(), what=what
+                )
         else:
             norm, at_ns = self._of_first_group(step, wait)
             moments.append(at_ns)
@@ -245,7 +247,7 @@ class GlobalNorm:
         first = self.role.groups[0]
         node = first.node_of(0, len(first.rank_dc) - 1)
         what = f"NORM of step {step} on {self.role.who} waits for {node}"
-        return _values(self.links.main.recv(Key(node, MEETING, (step, 0, 0, NORMS)), None, what), wait)
+        return _values(self.links.main.recv(Key(node, GROUP_SUMS, (step, 0, 0, NORMS)), None, what), wait)
 
     def _send(self, rank: int, tag: tuple[int, int, int, int], values: np.ndarray) -> None:
         what = f"{self.role.who} sends the norm of step {tag[0]} to p{self.role.pipeline}.s{rank}"

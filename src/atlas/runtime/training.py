@@ -17,7 +17,7 @@ from atlas.runtime.assignment import DataChoice, TrainingSetup
 from atlas.runtime.data.batches import Batches, open_dataset
 from atlas.runtime.models.config import DecoderConfig
 from atlas.runtime.models.task import DecoderTask
-from atlas.runtime.wiring import BatchShare
+from atlas.runtime.topology import BatchShare
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MADE_UP = "made up"

@@ -27,6 +27,7 @@ from atlas.runtime.record import PendingSend, StepRecord
 from atlas.wan.transport.base import Handle, Tag
 
 MAX_AHEAD = 16
+"""Receives that are posted before their ops."""
 AHEAD_BYTES = 256 << 20
 """Memory for receives that are posted and not yet needed."""
 

@@ -14,9 +14,23 @@ from atlas.weather.packets import PacketTable
 from atlas.weather.path_model import WINDOW_NS, PathModel
 
 HIDDEN, EPOCHS, RATE = 16, 60, 0.02
+"""Width of the GRU, passes over the table, and learning rate."""
 MAX_PACKETS = 250_000
 """Of a longer table the newest are fitted."""
 QUANTILES = (0.1, 0.5, 0.9)
+"""Of the pinball loss."""
+LEAST_PRIOR, MOST_PRIOR = 1e-3, 0.995
+"""Bounds of the conservation estimate before its logit is taken."""
+HUBER_MS = 5.0
+"""From this error of a packet's delay on, the loss grows linearly."""
+WINDOW_WEIGHT, LOST_WEIGHT, PRIOR_WEIGHT, SCALE_WEIGHT = 0.3, 0.5, 20.0, 100.0
+"""Of the parts of the loss, beside 1 for packets' delays in ms: the pinball loss of windows, the cross-entropy of lost
+packets, the distance to the conservation estimate, and that to the base model's capacity and delay. Unchanged
+since the network was written; it is not the default (docs/weather.md)."""
+BUFFER_UNIT = 0.1
+"""Of the buffer: the unit in which the pressure on it enters the cross-entropy."""
+IDLE_DELAY = 0.02
+"""Of the buffer: a shorter delay counts as an idle queue."""
 
 
 class CrossTraffic(nn.Module):
@@ -31,7 +45,7 @@ class CrossTraffic(nn.Module):
 
     def forward(self, features: Tensor, prior: Tensor) -> Tensor:
         hidden, _ = self.gru(features[None])
-        return torch.sigmoid(torch.logit(prior.clamp(1e-3, 0.995)) + self.out(hidden)[0, :, 0])
+        return torch.sigmoid(torch.logit(prior.clamp(LEAST_PRIOR, MOST_PRIOR)) + self.out(hidden)[0, :, 0])
 
 
 def fit_gru(table: PacketTable, epochs: int = EPOCHS) -> PathModel:
@@ -54,7 +68,7 @@ def fit_gru(table: PacketTable, epochs: int = EPOCHS) -> PathModel:
 def _fitted(table: PacketTable, base: PathModel, epochs: int) -> PathModel:
     arrived = ~table.lost
     window = (table.sent_ns - base.start_ns) // WINDOW_NS
-    cell = _Cell(table, base, window)
+    cell = _PacketCell(table, base, window)
     features = torch.tensor(_features(table, base, window), dtype=torch.float32)
     prior = torch.tensor(base.cross_bps / base.capacity_bps, dtype=torch.float32)
     known = torch.tensor(base.known)
@@ -67,12 +81,12 @@ def _fitted(table: PacketTable, base: PathModel, epochs: int) -> PathModel:
     for _ in range(epochs):
         share = net(features, prior)
         delay, pressure = cell(share, scale)
-        loss = nn.functional.huber_loss(delay[arrived], true, delta=5.0)
-        loss = loss + 0.3 * _pinball(delay[arrived], true, seen, len(prior))
-        loss = loss + 0.5 * nn.functional.binary_cross_entropy_with_logits(
+        loss = nn.functional.huber_loss(delay[arrived], true, delta=HUBER_MS)
+        loss = loss + WINDOW_WEIGHT * _pinball(delay[arrived], true, seen, len(prior))
+        loss = loss + LOST_WEIGHT * nn.functional.binary_cross_entropy_with_logits(
             pressure, torch.tensor(table.lost, dtype=torch.float32)
         )
-        loss = loss + 20.0 * ((share - prior)[known] ** 2).mean() + 100.0 * (scale**2).mean()
+        loss = loss + PRIOR_WEIGHT * ((share - prior)[known] ** 2).mean() + SCALE_WEIGHT * (scale**2).mean()
         steps.zero_grad()
         loss.backward()
         steps.step()
@@ -85,7 +99,7 @@ def _fitted(table: PacketTable, base: PathModel, epochs: int) -> PathModel:
     return PathModel(**{**vars(base), **found})
 
 
-class _Cell:
+class _PacketCell:
     """Delays of all packets at once: q = S - min(0, cummin S) over S = cumsum(x), without the upper clip."""
 
     def __init__(self, table: PacketTable, base: PathModel, window: np.ndarray) -> None:
@@ -100,13 +114,13 @@ class _Cell:
         self.deep_ms = base.buffer_bytes * 8e3 / base.capacity_bps
 
     def __call__(self, share: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        """(queueing delay in ms, how far beyond the buffer, in units of a tenth of it). Work is in ms of the link."""
+        """(queueing delay in ms, how far beyond the buffer, in BUFFER_UNIT of it). Work is in ms of the link."""
         slower = torch.exp(-scale[0]).double()
         inflow = (share.double()[self.window] - 1.0) * self.gap_ms
         total = torch.cumsum(self.before_ms * slower + inflow, 0)
         queue = total - torch.clamp(torch.cummin(total, 0).values, max=0.0)
         delay = queue + self.own_ms * slower + scale[1].double()
-        return delay.float(), ((delay - self.deep_ms) / (0.1 * self.deep_ms)).float()
+        return delay.float(), ((delay - self.deep_ms) / (BUFFER_UNIT * self.deep_ms)).float()
 
 
 def _pinball(found: Tensor, true: Tensor, window: Tensor, num: int) -> Tensor:
@@ -129,7 +143,7 @@ def _features(table: PacketTable, base: PathModel, window: np.ndarray) -> np.nda
     np.maximum.at(most, window[arrived], delay)
     count = np.maximum(1, np.bincount(window[arrived], minlength=num))
     mean = np.bincount(window[arrived], delay, minlength=num) / count
-    idle = np.bincount(window[arrived], delay < 0.02, minlength=num) / count
+    idle = np.bincount(window[arrived], delay < IDLE_DELAY, minlength=num) / count
     hour = (base.start_ns / 3.6e12 + np.arange(num) * WINDOW_NS / 3.6e12) % 24 / 24
     sent = np.bincount(window, table.num_bytes, minlength=num) / full
     lost = np.bincount(window, table.lost * table.num_bytes, minlength=num) / full

@@ -29,13 +29,13 @@ from atlas.runtime.models.decoder import TIED_EMBEDDING, TIED_HEAD
 from atlas.runtime.op_queue import OpQueue
 from atlas.runtime.pipeline_group import PipelineGroup
 from atlas.runtime.record import Recorder, StepRecord
-from atlas.runtime.saving import Saving, resume
+from atlas.runtime.saving import CheckpointSaving, resume
 from atlas.runtime.stage_set import StageSet
 from atlas.runtime.start_times import StartTimes
 from atlas.runtime.sync import GlobalNorm, TiedEnds
+from atlas.runtime.topology import require_runnable
 from atlas.runtime.transfers import StageInput, Transfers
 from atlas.runtime.waits import Filler, Pending, Position, Wait, Waits, WorkerFacts
-from atlas.runtime.wiring import require_runnable
 
 if TYPE_CHECKING:
     from atlas.runtime.tensor_parallel.leader import Followers
@@ -90,7 +90,7 @@ class Worker:
         self.saving = None
         if assignment.save is not None:
             resume(assignment.save, self.stage_set)
-            self.saving = Saving(assignment.save, self.stage_set, on_saved)
+            self.saving = CheckpointSaving(assignment.save, self.stage_set, on_saved)
             self.times.note("checkpoint")
         self.links = WorkerLinks(self.role, assignment, direct=device.is_thread and filler is None and circuits is None)
         shape, dtype = self.task.activation_shape, self.task.dtype
@@ -128,9 +128,8 @@ class Worker:
     def _hold(self, followers: Followers | None) -> StageSet:
         if followers is None:
             return StageSet(self.assignment, self.role, self.device)
-        from atlas.runtime.tensor_parallel.leader import (
-            LeaderStageSet,  # DTensor: 1 s, and most workers do not need it
-        )
+        # DTensor: 1 s, and most workers do not need it.
+        from atlas.runtime.tensor_parallel.leader import LeaderStageSet
 
         return LeaderStageSet(self.assignment, self.role, self.device, followers)
 

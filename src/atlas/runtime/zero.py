@@ -16,8 +16,8 @@ from atlas.runtime.exchange import STATE, WEIGHTS, Exchange, ExchangeKey, PartSi
 from atlas.runtime.flat import FlatParameters, FlatPiece
 from atlas.runtime.waits import Pending, Wait
 
-Slots = dict[str, dict[str, Tensor]]
-"""Optimizer state by parameter and slot."""
+OptimizerEntries = dict[str, dict[str, Tensor]]
+"""Optimizer state by parameter and entry (`exp_avg`)."""
 
 
 @torch.no_grad()
@@ -42,22 +42,24 @@ class ShardedState:
     """The optimizer state of this pipeline's slices, of all stages of a process."""
 
     def __init__(self, stages: Mapping[int, tuple[FlatParameters, dict[str, Tensor]]], rank: int) -> None:
-        """`stages`: the memory of each, and the state of this rank's slice by slot."""
+        """`stages`: the memory of each, and the state of this rank's slice by entry."""
         self._stages, self._rank = stages, rank
         self._num_saves = 0
 
     @torch.no_grad()
-    def gather(self, names: Sequence[Collection[str]], exchanges: Mapping[int, Exchange], wait: Wait) -> Slots:
+    def gather(
+        self, names: Sequence[Collection[str]], exchanges: Mapping[int, Exchange], wait: Wait
+    ) -> OptimizerEntries:
         """The whole state of the parameters `names[rank]` in host memory, for every rank its own. All ranks call it
         alike."""
         self._num_saves += 1
-        found: Slots = {}
+        found: OptimizerEntries = {}
         for stage, (flat, state) in self._stages.items():
             wanted = [[name for name in of_rank if name in flat.offsets] for of_rank in names]
-            for number, (slot, mine) in enumerate(state.items()):
+            for number, (entry, mine) in enumerate(state.items()):
                 key = ExchangeKey(self._num_saves, stage, STATE + number)
                 for name, whole in self._swap(key, flat, mine, wanted, exchanges[stage], wait).items():
-                    found.setdefault(name, {})[slot] = whole
+                    found.setdefault(name, {})[entry] = whole
         return found
 
     def _swap(
@@ -93,13 +95,13 @@ class ShardedState:
 
     @torch.no_grad()
     def restore(self, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Use this rank's part of a saved state, by parameter and slot."""
+        """Use this rank's part of a saved state, by parameter and entry."""
         for flat, state in self._stages.values():
             mine = flat.slice_of(self._rank)
             for name, piece in flat.pieces(mine).items():
-                for slot, whole in saved.get(name, {}).items():
+                for entry, whole in saved.get(name, {}).items():
                     at = slice(piece.at.start - mine.start, piece.at.stop - mine.start)
-                    state[slot][at] = whole.reshape(-1)[piece.within].to(state[slot].device)
+                    state[entry][at] = whole.reshape(-1)[piece.within].to(state[entry].device)
 
 
 def _parts(flat: FlatParameters, names: Sequence[str], rank: int) -> list[tuple[str, FlatPiece]]:

@@ -3,7 +3,7 @@
     read_inputs(...)       the files it plans from, unchanged         inputs, links
     judge(inputs, plan)    its iteration time and money               judge, money
     check(inputs, plan)    is the plan one that could run             check
-    search(inputs, ...)    the best plan by that judge                search, shapes, place, polish
+    search(inputs, ...)    the best plan by that judge                search, and the modules it imports
     read_plan, write_plan  its plan format                            plan_file
     simulated(...)         our event simulation of it                 events
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from atlas.errors import InfeasibleError
 from atlas.sailor.inputs import GIB, Inputs
 from atlas.sailor.judge import stage_memory_bytes
-from atlas.sailor.links import End
+from atlas.sailor.links import ZoneGpu
 from atlas.sailor.plan_file import SailorPlan
 
 
@@ -74,9 +74,9 @@ def _check_replicas(inputs: Inputs, plan: SailorPlan, where: str) -> None:
             rule="replica j of a stage sends to replica j of the next: every stage needs the same number of them",
             remedy="Give each stage D replicas",
         )
-    pools = {pool.end for pool in inputs.pools}
+    pools = {pool.zone_gpu for pool in inputs.pools}
     for replica in {replica for stage in plan.replicas for replica in stage}:
-        if replica.end not in pools:
+        if replica.zone_gpu not in pools:
             rule, remedy = "the trace has no such GPUs", f"Use {', '.join(f'{e.gpu} in {e.zone}' for e in pools)}"
         elif replica.tp > min(replica.gpus_in_vm, inputs.gpus[replica.gpu].gpus_per_node):
             rule, remedy = "a tensor-parallel group must fit in one VM and in one node", "Lower tp"
@@ -89,12 +89,12 @@ def _check_replicas(inputs: Inputs, plan: SailorPlan, where: str) -> None:
 
 
 def _check_gpus(inputs: Inputs, plan: SailorPlan, where: str) -> None:
-    groups: dict[End, Counter[int]] = {}
+    groups: dict[ZoneGpu, Counter[int]] = {}
     for stage in plan.replicas:
         for replica in stage:
-            groups.setdefault(replica.end, Counter())[replica.tp] += 1
+            groups.setdefault(replica.zone_gpu, Counter())[replica.tp] += 1
     for pool in inputs.pools:
-        used = groups.get(pool.end, Counter())
+        used = groups.get(pool.zone_gpu, Counter())
         per_node = inputs.gpus[pool.gpu].gpus_per_node
         if not fits_nodes(pool.num_gpus, per_node, used):
             raise InfeasibleError(

@@ -11,15 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from atlas.errors import SpecError
-from atlas.spec.document import nearest, read_json, shown
+from atlas.spec.document import nearest, read_json, wrong
 
 MAX_BYTES = 256 * 1024 * 1024
 """Sailor's largest file has 0.6 MB; its profiles grow with models, GPU types and microbatch sizes."""
 FETCH = "Fetch the file again"
-
-
-def bad(where: Path | str, key: str, value: object, rule: str, remedy: str) -> SpecError:
-    return SpecError(where=str(where), key=key, value=shown(value), rule=rule, remedy=remedy)
+"""The remedy for a damaged file."""
 
 
 class SailorFile:
@@ -59,7 +56,7 @@ class SailorFile:
         return int(value)
 
     def bad(self, keys: Iterable[str], value: object, rule: str, remedy: str) -> SpecError:
-        return bad(self.path, ".".join(keys) or "file", value, rule, remedy)
+        return wrong(self.path, ".".join(keys) or "file", rule, remedy, value)
 
 
 def is_number(value: object) -> bool:

@@ -7,7 +7,6 @@ placement behave in the same way, so one of each kind is simulated.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -17,11 +16,15 @@ from atlas.cost.table import PRIVATE, Costs, LinkCost, kind_costs
 from atlas.ir.assemble import with_optimizer
 from atlas.ir.program import BACKWARD, FORWARD, Ints, Layout
 from atlas.sailor.inputs import Inputs
-from atlas.sailor.judge import PlanJudge, activation_bytes
+from atlas.sailor.judge import PlanJudge, activation_bytes, sending_fit
 from atlas.sailor.plan_file import Replica, SailorPlan
 from atlas.schedules.classic import one_f_one_b
 from atlas.sim import simulate
 
+EVENTS_PER_STAGE = 4
+"""Of one microbatch: forward, backward and two transfers."""
+MIN_PERIODS = 4
+"""At least this many microbatches are simulated for each stage."""
 MAX_EVENTS = 40_000
 """Beyond it the middle of the iteration, where every microbatch takes as long as the last, is extrapolated."""
 
@@ -40,10 +43,10 @@ class Simulated:
 def simulated(inputs: Inputs, plan: SailorPlan) -> Simulated:
     """The iteration time by the reference engine."""
     columns = tuple(dict.fromkeys(zip(*plan.replicas, strict=True)))
-    num_mb = math.ceil(inputs.global_batch / (plan.mbs * plan.num_replicas))
-    costs = _costs(inputs, plan, columns)
-    per_microbatch = 4 * len(columns) * plan.num_stages
-    few = max(4 * plan.num_stages, MAX_EVENTS // per_microbatch)
+    judge = PlanJudge(inputs, plan)
+    num_mb, costs = judge.num_microbatches, _costs(judge, columns)
+    per_microbatch = EVENTS_PER_STAGE * len(columns) * plan.num_stages
+    few = max(MIN_PERIODS * plan.num_stages, MAX_EVENTS // per_microbatch)
     if num_mb <= few:
         seconds = _seconds(plan, columns, costs, num_mb)
         return Simulated(seconds, len(columns), num_mb, f"all {num_mb} microbatches simulated")
@@ -65,9 +68,9 @@ def _seconds(plan: SailorPlan, columns: tuple[tuple[Replica, ...], ...], costs: 
     return timeline.makespan_ns / 1e9
 
 
-def _costs(inputs: Inputs, plan: SailorPlan, columns: tuple[tuple[Replica, ...], ...]) -> Costs:
+def _costs(judge: PlanJudge, columns: tuple[tuple[Replica, ...], ...]) -> Costs:
+    inputs, plan = judge.inputs, judge.plan
     num_stages, num_columns = plan.num_stages, len(columns)
-    judge = PlanJudge(inputs, plan)
     sync_s = [judge.sync_s(i, *span) for i, span in enumerate(pairwise([0, *plan.ends]))]
     stages = range(num_stages)
     rows = [[_kinds(inputs, plan, stage, column[stage], sync_s[stage]) for stage in stages] for column in columns]
@@ -79,9 +82,8 @@ def _costs(inputs: Inputs, plan: SailorPlan, columns: tuple[tuple[Replica, ...],
             here, there = column[b], column[b + 1]
             onward = activation_bytes(inputs, plan.layers[b][-1], plan.mbs)
             back = activation_bytes(inputs, plan.layers[b + 1][0], plan.mbs)
-            fits = inputs.network.fit
-            work[FORWARD, c, b] = _ns(fits(here.end, here.sending_gpus, there.end, there.sending_gpus).seconds(onward))
-            work[BACKWARD, c, b] = _ns(fits(there.end, there.sending_gpus, here.end, here.sending_gpus).seconds(back))
+            work[FORWARD, c, b] = _ns(sending_fit(inputs, here, there).seconds(onward))
+            work[BACKWARD, c, b] = _ns(sending_fit(inputs, there, here).seconds(back))
     channel = np.arange(work.size, dtype=np.int32).reshape(shape)
     links = tuple(LinkCost(f"{'><'[d]} {b} p{c}", PRIVATE) for d, c, b in np.ndindex(*shape))
     zero = np.zeros(shape, np.int64)

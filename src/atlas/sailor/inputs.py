@@ -11,11 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from atlas.sailor.documents import MAX_BYTES, SailorFile, bad
-from atlas.sailor.links import Egress, End, Network
-from atlas.spec.document import nearest, read_text
+from atlas.sailor.documents import FETCH, MAX_BYTES, SailorFile
+from atlas.sailor.links import EgressPrices, Network, ZoneGpu
+from atlas.spec.document import nearest, read_text, wrong
 
 GIB = 1024**3
+MAX_LAYERS, MAX_GPUS_PER_NODE, MAX_GPUS_PER_ZONE = 10_000, 1024, 1_000_000
+MAX_LAYER_S = 1e6
+"""Larger values in a file are taken as mistakes."""
 LIST_PRICES_USD_PER_HOUR = {"A100-40": 3.673385, "V100-16": 2.859998, "GH-96": 11.06}
 """The constants of Sailor's own simulator, because its files carry no GPU price; used only where no price is given."""
 
@@ -29,8 +32,8 @@ class Pool:
     num_gpus: int
 
     @property
-    def end(self) -> End:
-        return End(self.zone, self.gpu)
+    def zone_gpu(self) -> ZoneGpu:
+        return ZoneGpu(self.zone, self.gpu)
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ class Inputs:
     sizes: Mapping[int, LayerSizes]
     """By tp."""
     network: Network
-    egress: Egress
+    egress: EgressPrices
     notes: tuple[str, ...] = field(default=())
     """Notes about how the files were read, shown with the result."""
 
@@ -104,7 +107,7 @@ def read_inputs(
     kinds = tuple(dict.fromkeys(pool.gpu for pool in pools))
     sizes_file = SailorFile(folder / "llm_info.json")
     training = _training_config(folder, model)
-    num_layers = training.whole("num_all_layers", high=10_000)
+    num_layers = training.whole("num_all_layers", high=MAX_LAYERS)
     network = Network(SailorFile(folder / "multizone_bandwidths_het.json"))
     for pool in pools:
         network.require_zone(pool.zone, pool.gpu)
@@ -120,7 +123,7 @@ def read_inputs(
         times=_times(SailorFile(folder / "profiles_tmp.json"), model, kinds, num_layers),
         sizes=_sizes(sizes_file, model, num_layers),
         network=network,
-        egress=Egress(SailorFile(folder / "egress_usd_per_gb.json"), zones),
+        egress=EgressPrices(SailorFile(folder / "egress_usd_per_gb.json"), zones),
         notes=tuple(notes),
     )
 
@@ -140,7 +143,7 @@ def _pools(trace: Path, gpus: Sequence[str], notes: list[str]) -> tuple[Pool, ..
     rows = [row for row in rows if any(cell.strip() for cell in row)]
     if len(rows) < 2 or "Timestamp" not in rows[0]:
         rule = "a trace has a header with Timestamp and GPUTYPE_ZONE columns, and a row of counts"
-        raise bad(trace, "header", rows[0] if rows else None, rule, "Write e.g. ,Timestamp,A100-40_us-central1-a")
+        raise wrong(trace, "header", rule, "Write e.g. ,Timestamp,A100-40_us-central1-a", rows[0] if rows else None)
     if len(rows) > 2:
         notes.append(f"{trace.name} has {len(rows) - 1} rows; the first is planned")
     pools = []
@@ -149,10 +152,10 @@ def _pools(trace: Path, gpus: Sequence[str], notes: list[str]) -> tuple[Pool, ..
             continue
         gpu, _, zone = name.strip().partition("_")
         if not zone:
-            raise bad(trace, "header", name, "a column is named GPUTYPE_ZONE", "Write e.g. A100-40_us-central1-a")
+            raise wrong(trace, "header", "a column is named GPUTYPE_ZONE", "Write e.g. A100-40_us-central1-a", name)
         pools.append(Pool(zone, gpu, _count(trace, name, rows[1], column)))
-    if len({pool.end for pool in pools}) < len(pools):
-        raise bad(trace, "header", rows[0], "a GPU type and zone occur twice", "Add the two columns up")
+    if len({pool.zone_gpu for pool in pools}) < len(pools):
+        raise wrong(trace, "header", "a GPU type and zone occur twice", "Add the two columns up", rows[0])
     return _chosen(trace, pools, gpus, notes)
 
 
@@ -162,8 +165,8 @@ def _count(trace: Path, name: str, row: list[str], column: int) -> int:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not (0 <= value <= 1e6 and value == int(value)):
-        raise bad(trace, name, text, "must be a whole number of GPUs", "Write 0 where there are none")
+    if not (0 <= value <= MAX_GPUS_PER_ZONE and value == int(value)):
+        raise wrong(trace, name, "must be a whole number of GPUs", "Write 0 where there are none", text)
     return int(value)
 
 
@@ -171,12 +174,12 @@ def _chosen(trace: Path, pools: list[Pool], gpus: Sequence[str], notes: list[str
     there = tuple(dict.fromkeys(pool.gpu for pool in pools))
     for gpu in gpus:
         if gpu not in there:
-            raise bad(trace, "--gpu", gpu, "the trace has no GPUs of this type", nearest(gpu, there))
+            raise wrong(trace, "--gpu", "the trace has no GPUs of this type", nearest(gpu, there), gpu)
     if gpus and set(there) - set(gpus):
         notes.append(f"left out, because --gpu does not name them: {', '.join(g for g in there if g not in gpus)}")
     chosen = tuple(pool for pool in pools if pool.num_gpus and (not gpus or pool.gpu in gpus))
     if not chosen:
-        raise bad(trace, "counts", None, "no zone has a GPU that may be used", "Add GPUs, or name another --gpu")
+        raise wrong(trace, "counts", "no zone has a GPU that may be used", "Add GPUs, or name another --gpu")
     return chosen
 
 
@@ -189,7 +192,7 @@ def _training_config(folder: Path, model: str) -> SailorFile:
         found[str(document.at("model"))] = document
     if model not in found:
         rule = "no training_config_*.json of the folder is for this model"
-        raise bad(folder, "--model", model, rule, nearest(model, found))
+        raise wrong(folder, "--model", rule, nearest(model, found), model)
     return found[model]
 
 
@@ -202,7 +205,7 @@ def _gpus(cluster: SailorFile, kinds: tuple[str, ...], prices: Mapping[str, floa
             usd, source = cluster.number(kind, "usd_per_gpu_hour"), cluster.path.name
         if usd is None:
             usd, source = LIST_PRICES_USD_PER_HOUR.get(kind), "Sailor's own constants: its files carry no GPU price"
-        per_node = cluster.whole(kind, "gpus_per_node", high=1024)
+        per_node = cluster.whole(kind, "gpus_per_node", high=MAX_GPUS_PER_NODE)
         found[kind] = SailorGpu(per_node, math.ceil(memory / GIB) * GIB, usd, source)
     return found
 
@@ -221,20 +224,20 @@ def _times(
                     _require_row(profiles, (*where, str(layer)), row)
                 forward, backward, update = (tuple(float(row[k]) for row in layers) for k in range(3))
                 if not sum(forward) + sum(backward):
-                    raise profiles.bad(where, 0, "all forward and backward times are 0", "Fetch the file again")
+                    raise profiles.bad(where, 0, "all forward and backward times are 0", FETCH)
                 found[kind, _int(profiles, where[:3]), _int(profiles, where)] = LayerTimes(forward, backward, update)
     return found
 
 
 def _require_row(profiles: SailorFile, where: tuple[str, ...], row: object) -> None:
     good = isinstance(row, list) and len(row) == 3
-    if not good or not all(isinstance(x, (int, float)) and 0 <= x < 1e6 for x in row):  # type: ignore[attr-defined]
-        raise profiles.bad(where, row, "must be [forward, backward, update] in seconds", "Fetch the file again")
+    if not good or not all(isinstance(x, (int, float)) and 0 <= x < MAX_LAYER_S for x in row):  # type: ignore[attr-defined]
+        raise profiles.bad(where, row, "must be [forward, backward, update] in seconds", FETCH)
 
 
 def _int(document: SailorFile, where: tuple[str, ...]) -> int:
     if not where[-1].isdigit() or int(where[-1]) < 1:
-        raise document.bad(where, where[-1], "must be a positive whole number", "Fetch the file again")
+        raise document.bad(where, where[-1], "must be a positive whole number", FETCH)
     return int(where[-1])
 
 

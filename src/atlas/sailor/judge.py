@@ -20,13 +20,20 @@ from typing import Any
 import numpy as np
 
 from atlas.sailor.inputs import Inputs
-from atlas.sailor.links import Fit
+from atlas.sailor.links import BandwidthFit
 from atlas.sailor.plan_file import Replica, SailorPlan
 
 FLOAT_BYTES = 4
 BUCKET_BYTES = 500_000_000
+"""Gradients are summed in buckets of this size."""
+MAX_RING_TP = 4
+"""A ring carries a stage's gradients divided by its tp; Sailor's simulator divides by this at most."""
+SHORT_PIPELINE = 3
+"""Up to this many stages Sailor's simulator counts the first stage's transfers once, beyond it twice."""
 STATE_BYTES_PER_PARAM = 24
 """Adam's two moments, the weights, two more copies, gradients and a communication buffer, in fp32."""
+RESERVED_BYTES, RESERVED_TP_BYTES = 2_000_000_000, 3_000_000_000
+"""Memory for CUDA's context and NCCL's buffers, without and with tensor parallelism: from Sailor's simulator."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +64,7 @@ class PlanJudge:
         self.num_microbatches = math.ceil(inputs.global_batch / (plan.mbs * plan.num_replicas))
         self._columns = [list(zip(*pair, strict=True)) for pair in pairwise(plan.replicas)]
         self._sends = [
-            ({_sending(inputs, a, b) for a, b in pairs}, {_sending(inputs, b, a) for a, b in pairs})
+            ({sending_fit(inputs, a, b) for a, b in pairs}, {sending_fit(inputs, b, a) for a, b in pairs})
             for pairs in map(set, self._columns)
         ]
         self._kinds = [{(replica.gpu, replica.tp) for replica in stage} for stage in plan.replicas]
@@ -94,7 +101,7 @@ class PlanJudge:
         return onward_s, back_s
 
     def _ring_bytes(self, stage: int, start: int, end: int) -> float:
-        return stage_bytes(self.inputs, start, end) / min(4, *(tp for _, tp in self._kinds[stage]))
+        return stage_bytes(self.inputs, start, end) / min(MAX_RING_TP, *(tp for _, tp in self._kinds[stage]))
 
     # ---- money -----------------------------------------------------------------------------------------------
     def egress_usd(self, ends: Sequence[int]) -> float:
@@ -127,14 +134,14 @@ class PlanJudge:
             )
         )
 
-    def _messages(self) -> Iterator[tuple[Replica, Replica, Fit, float]]:
+    def _messages(self) -> Iterator[tuple[Replica, Replica, BandwidthFit, float]]:
         """Every kind of message of the plan: sender, receiver, bandwidth and size."""
         inputs, ends = self.inputs, self.plan.ends
         for end, pairs in zip(ends[:-1], self._columns, strict=True):
             onward, back = (activation_bytes(inputs, layer, self.plan.mbs) for layer in (end - 1, end))
             for a, b in dict.fromkeys(pairs):
-                yield a, b, _sending(inputs, a, b), onward
-                yield b, a, _sending(inputs, b, a), back
+                yield a, b, sending_fit(inputs, a, b), onward
+                yield b, a, sending_fit(inputs, b, a), back
         for i, (stage, span) in enumerate(zip(self.plan.replicas, pairwise([0, *ends]), strict=True)):
             whole = self._ring_bytes(i, *span)
             for a, b in dict.fromkeys(pairwise(stage)):
@@ -142,12 +149,13 @@ class PlanJudge:
                     yield a, b, _ringing(inputs, a, b), bucket / self.num_replicas
 
 
-def _sending(inputs: Inputs, a: Replica, b: Replica) -> Fit:
-    return inputs.network.fit(a.end, a.sending_gpus, b.end, b.sending_gpus)
+def sending_fit(inputs: Inputs, a: Replica, b: Replica) -> BandwidthFit:
+    """For activations and their gradients."""
+    return inputs.network.fit(a.zone_gpu, a.sending_gpus, b.zone_gpu, b.sending_gpus)
 
 
-def _ringing(inputs: Inputs, a: Replica, b: Replica) -> Fit:
-    return inputs.network.fit(a.end, 1, b.end, 1)
+def _ringing(inputs: Inputs, a: Replica, b: Replica) -> BandwidthFit:
+    return inputs.network.fit(a.zone_gpu, 1, b.zone_gpu, 1)
 
 
 def stage_bytes(inputs: Inputs, start: int, end: int) -> int:
@@ -164,8 +172,7 @@ def stage_memory_bytes(inputs: Inputs, layers: tuple[int, ...], tp: int, mbs: in
 
 
 def reserved_bytes(tp: int) -> int:
-    """CUDA context and NCCL's buffers, more of them with tensor parallelism: the constants of Sailor's simulator."""
-    return 2_000_000_000 if tp == 1 else 3_000_000_000
+    return RESERVED_BYTES if tp == 1 else RESERVED_TP_BYTES
 
 
 def activation_bytes(inputs: Inputs, layer: int, mbs: int) -> int:
@@ -176,12 +183,12 @@ def combined_comm_s(forward_s: list[float], backward_s: list[float]) -> list[flo
     """comm_i from A_i (what stage i sends on) and B_i (what it sends back)."""
     last = len(forward_s) - 1
     comm = [a + b for a, b in zip(forward_s, backward_s, strict=True)]
-    comm[0] = forward_s[0] if last < 3 else 2 * forward_s[0]
+    comm[0] = forward_s[0] if last < SHORT_PIPELINE else 2 * forward_s[0]
     comm[last] = 2 * backward_s[last]
     return comm
 
 
-def all_reduce_s(fit: Fit, stage_bytes: Any, num_replicas: Any) -> Any:
+def all_reduce_s(fit: BandwidthFit, stage_bytes: Any, num_replicas: Any) -> Any:
     """A ring over the slowest pair, bucket after bucket; of numbers or of arrays of them."""
     whole, rest = divmod(stage_bytes, BUCKET_BYTES)
     buckets_s = whole * fit.seconds(BUCKET_BYTES / num_replicas) if np.any(whole) else 0.0

@@ -14,22 +14,24 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from atlas.sailor.documents import SailorFile, is_number
+from atlas.sailor.documents import FETCH, SailorFile, is_number
 from atlas.spec.document import nearest
 
-CLAMP_SHARE = 0.01
+FLOOR_SHARE = 0.01
+"""A fit is never taken as less than this share of the pair's measured maximum."""
+MAX_USD_PER_GB = 1e6
 _FUNCTIONS: dict[bool, tuple[Any, Any]] = {True: (math.log2, max), False: (np.log2, np.maximum)}
 """log2 and max: of one number (numpy's take ten times as long for it), or of an array."""
 
 
-class End(NamedTuple):
-    """One side of a transfer."""
+class ZoneGpu(NamedTuple):
+    """GPUs of one type in one zone: one side of a transfer."""
 
     zone: str
     gpu: str
 
 
-class Fit(NamedTuple):
+class BandwidthFit(NamedTuple):
     """Bandwidth by size between two ends."""
 
     a: float
@@ -57,9 +59,9 @@ class Network:
 
     def __init__(self, document: SailorFile) -> None:
         self.document = document
-        self._fits: dict[tuple[End, int, End, int], Fit | None] = {}
+        self._fits: dict[tuple[ZoneGpu, int, ZoneGpu, int], BandwidthFit | None] = {}
 
-    def fit(self, source: End, source_gpus: int, target: End, target_gpus: int) -> Fit:
+    def fit(self, source: ZoneGpu, source_gpus: int, target: ZoneGpu, target_gpus: int) -> BandwidthFit:
         """The pair's fit, or the error that the file has none."""
         found = self.find(source, source_gpus, target, target_gpus)
         if found is None:
@@ -67,7 +69,7 @@ class Network:
             raise AssertionError("the line above raises where `find` finds nothing")
         return found
 
-    def find(self, source: End, source_gpus: int, target: End, target_gpus: int) -> Fit | None:
+    def find(self, source: ZoneGpu, source_gpus: int, target: ZoneGpu, target_gpus: int) -> BandwidthFit | None:
         """The pair's fit, or None where it was not measured."""
         key = (source, source_gpus, target, target_gpus)
         if key not in self._fits:
@@ -84,7 +86,7 @@ class Network:
             rule = f"GPU type {gpu!r} has no bandwidths in {zone}"
             raise self.document.bad([zone, gpu], None, rule, nearest(gpu, self.document.keys(zone)))
 
-    def _read(self, source: End, source_gpus: int, target: End, target_gpus: int) -> Fit | None:
+    def _read(self, source: ZoneGpu, source_gpus: int, target: ZoneGpu, target_gpus: int) -> BandwidthFit | None:
         node = self.document.root
         keys = (source.zone, source.gpu, str(source_gpus), target.zone, target.gpu, str(target_gpus))
         for key in keys:
@@ -97,17 +99,17 @@ class Network:
             a = b = c = most = None
         if not all(map(is_number, (a, b, c, most))) or most <= 0:
             rule = "must be [[a, b, c], bytes per second], all numbers, the last positive"
-            raise self.document.bad(keys, node, rule, "Fetch the file again")
-        return Fit(float(a), float(b), float(c), CLAMP_SHARE * most / 1e9)
+            raise self.document.bad(keys, node, rule, FETCH)
+        return BandwidthFit(float(a), float(b), float(c), FLOOR_SHARE * most / 1e9)
 
 
-class Egress:
+class EgressPrices:
     """`egress_usd_per_gb.json`: what 10^9 bytes from one zone to another cost."""
 
     def __init__(self, document: SailorFile, zones: tuple[str, ...]) -> None:
         self.document = document
         self._usd: Mapping[tuple[str, str], float] = {
-            (a, b): document.number(a, b, high=1e6) for a in zones for b in zones
+            (a, b): document.number(a, b, high=MAX_USD_PER_GB) for a in zones for b in zones
         }
 
     def usd_per_byte(self, source: str, target: str) -> float:

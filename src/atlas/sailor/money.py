@@ -44,4 +44,4 @@ def usd_per_gpu_s(inputs: Inputs, gpu: str) -> float:
 
 
 def usd_per_s(inputs: Inputs, plan: SailorPlan) -> float:
-    return sum(count * usd_per_gpu_s(inputs, end.gpu) for end, count in plan.gpus_by_end().items())
+    return sum(count * usd_per_gpu_s(inputs, end.gpu) for end, count in plan.gpus_by_zone().items())

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from atlas.ir.replace import replacing
-from atlas.sailor.documents import SailorFile, bad
-from atlas.sailor.links import End
+from atlas.sailor.documents import SailorFile
+from atlas.sailor.links import ZoneGpu
+from atlas.spec.document import wrong
 
 
 class Replica(NamedTuple):
@@ -30,8 +31,8 @@ class Replica(NamedTuple):
     gpus_in_vm: int
 
     @property
-    def end(self) -> End:
-        return End(self.zone, self.gpu)
+    def zone_gpu(self) -> ZoneGpu:
+        return ZoneGpu(self.zone, self.gpu)
 
     @property
     def sending_gpus(self) -> int:
@@ -67,11 +68,11 @@ class SailorPlan:
     def num_gpus(self) -> int:
         return sum(replica.tp for stage in self.replicas for replica in stage)
 
-    def gpus_by_end(self) -> dict[End, int]:
-        used: dict[End, int] = {}
+    def gpus_by_zone(self) -> dict[ZoneGpu, int]:
+        used: dict[ZoneGpu, int] = {}
         for stage in self.replicas:
             for replica in stage:
-                used[replica.end] = used.get(replica.end, 0) + replica.tp
+                used[replica.zone_gpu] = used.get(replica.zone_gpu, 0) + replica.tp
         return used
 
 
@@ -110,11 +111,11 @@ def read_plan(path: Path) -> SailorPlan:
         num_stages = _whole(pipeline["num_stages"], 1)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         rule = f"must have num_stages, layers_per_stage, tmp_per_stage and dp in Sailor's shapes ({error!r})"
-        raise bad(path, "pipeline_list.0", None, rule, "docs/sailor.md shows the format") from None
+        raise wrong(path, "pipeline_list.0", rule, "docs/sailor.md shows the format") from None
     lengths = (len(layers), len(replicas), len(dp))
     if set(lengths) != {num_stages} or any(len(stage) != d for stage, d in zip(replicas, dp, strict=True)):
         rule = f"num_stages, layers_per_stage, tmp_per_stage and dp disagree ({num_stages}, {lengths})"
-        raise bad(path, "pipeline_list.0", None, rule, "Write one entry per stage, and one replica for each of its dp")
+        raise wrong(path, "pipeline_list.0", rule, "Write one entry per stage, and one replica for each of its dp")
     return SailorPlan(document.whole("mbs", high=1_000_000), layers, replicas)
 
 

@@ -6,45 +6,48 @@ because a longer run is never faster nor smaller. Many placements at once, along
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import numpy as np
 
-from atlas.sailor.tables import Bools, Floats, Ints, Layers
+from atlas.sailor.tables import Bools, Floats, Ints, LayerTables
+
+ROUNDING = 1e-12
+"""A sum may exceed its limit by this, relative and absolute."""
 
 
-@dataclass(frozen=True)
-class Stages:
+class Stages(NamedTuple):
     """What is to be split; one entry for each placement."""
 
     num_stages: Ints
     kinds: Ints
-    """(placement, GPU type, stage): a row of `Layers`."""
+    """(placement, GPU type, stage): a row of `LayerTables`."""
     present: Bools
     """(placement, GPU type, stage): whether the stage has this type."""
     head_alone: Bools
     """A head whose output is large is alone on the last stage or shares it: what it sends differs."""
 
     def take(self, which: Ints) -> Stages:
-        return Stages(*(getattr(self, field.name)[which] for field in fields(self)))
+        return Stages._make(field[which] for field in self)
 
 
-@dataclass(frozen=True)
-class Measure:
+class StageLimit(NamedTuple):
     """Something of which no stage may have more than a limit: seconds, or bytes of gradients."""
 
     prefix: Floats
-    """(row of `Layers`, layer): prefix sums."""
+    """(row of `LayerTables`, layer): prefix sums."""
     fixed: Floats
     """(placement, stage): what is added, independent of the layers."""
     limit: Floats
     """(placement)."""
 
-    def take(self, which: Ints) -> Measure:
-        return Measure(self.prefix, self.fixed[which], self.limit[which])
+    def take(self, which: Ints) -> StageLimit:
+        return StageLimit(self.prefix, self.fixed[which], self.limit[which])
 
 
-def balanced(layers: Layers, stages: Stages, measure: Measure, cap: Measure | None = None) -> tuple[Ints, Bools]:
+def balanced(
+    layers: LayerTables, stages: Stages, measure: StageLimit, cap: StageLimit | None = None
+) -> tuple[Ints, Bools]:
     """Where each stage ends (exclusive) so that the most of `measure` is least, and whether that is possible at all.
 
     The search begins at the measure's limit; `cap` holds besides.
@@ -57,11 +60,13 @@ def balanced(layers: Layers, stages: Stages, measure: Measure, cap: Measure | No
         ends[active[ok]], done[active[ok]] = found[ok], True
         again = np.flatnonzero(~ok & np.isfinite(limit))
         active, stages, cap = active[again], stages.take(again), None if cap is None else cap.take(again)
-        measure = Measure(measure.prefix, measure.fixed[again], limit[again])
+        measure = StageLimit(measure.prefix, measure.fixed[again], limit[again])
     return ends, done
 
 
-def _under(layers: Layers, stages: Stages, measure: Measure, cap: Measure | None) -> tuple[Ints, Bools, Floats]:
+def _under(
+    layers: LayerTables, stages: Stages, measure: StageLimit, cap: StageLimit | None
+) -> tuple[Ints, Bools, Floats]:
     """The splits under the limits, which of them hold all layers, and the next limits to try."""
     num_layers, num_stages = layers.num_layers, stages.num_stages
     tail = np.where((num_stages > 1) & layers.head_is_heavy & ~stages.head_alone, 2, 1)
@@ -90,14 +95,14 @@ def _under(layers: Layers, stages: Stages, measure: Measure, cap: Measure | None
     return ends, alive & (start == num_layers), following
 
 
-def _reach(measure: Measure, row: Ints, start: Ints, stage: int) -> Ints:
+def _reach(measure: StageLimit, row: Ints, start: Ints, stage: int) -> Ints:
     """The end of the longest run from `start` within the limit."""
-    limit = measure.limit * (1 + 1e-12) + 1e-12 - measure.fixed[:, stage] + measure.prefix[row, start]
+    limit = measure.limit * (1 + ROUNDING) + ROUNDING - measure.fixed[:, stage] + measure.prefix[row, start]
     reached: Ints = (measure.prefix[row] <= limit[:, None]).sum(axis=1)
     return reached - 1
 
 
-def totals(measure: Measure, stages: Stages, ends: Ints) -> Floats:
+def totals(measure: StageLimit, stages: Stages, ends: Ints) -> Floats:
     """(placement, stage): what each stage has of a measure, the most of its GPU types, without what is fixed."""
     starts = np.concatenate([np.zeros((len(ends), 1), dtype=np.int64), ends[:, :-1]], axis=1)
     taken = measure.prefix[stages.kinds, ends[:, None]] - measure.prefix[stages.kinds, starts[:, None]]

@@ -18,11 +18,14 @@ from numpy.typing import NDArray
 
 from atlas.sailor.inputs import Inputs, Pool
 from atlas.sailor.judge import FLOAT_BYTES, STATE_BYTES_PER_PARAM, all_reduce_s, reserved_bytes
-from atlas.sailor.links import Fit
+from atlas.sailor.links import BandwidthFit
 
 NEAR = 0.5
 """Zones belong together if both directions have this share of the bandwidth that each has inside itself."""
 PROBE_BYTES = 32e6
+"""Bandwidths of zones are compared at this size."""
+MIN_TIME_S = 1e-9
+"""So that ratios of times are finite where layers were measured as 0."""
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -56,7 +59,7 @@ def find_clusters(inputs: Inputs) -> tuple[ZoneCluster, ...]:
 def _near(inputs: Inputs, a: Pool, b: Pool) -> bool:
     if a.gpu != b.gpu:
         return False
-    fits = [inputs.network.find(x.end, 1, y.end, 1) for x, y in ((a, b), (b, a), (a, a), (b, b))]
+    fits = [inputs.network.find(x.zone_gpu, 1, y.zone_gpu, 1) for x, y in ((a, b), (b, a), (a, a), (b, b))]
     if any(fit is None for fit in fits):
         return False
     there, back, own_a, own_b = (float(fit.seconds(PROBE_BYTES)) for fit in fits if fit is not None)
@@ -64,7 +67,7 @@ def _near(inputs: Inputs, a: Pool, b: Pool) -> bool:
 
 
 @dataclass(frozen=True)
-class Layers:
+class LayerTables:
     """Times and memory of runs of layers, one row for each (GPU type, tp)."""
 
     num_layers: int
@@ -74,13 +77,13 @@ class Layers:
     furthest: Ints
     """(row, stages from this one on, first layer): the end of the longest run of layers that fits the memory."""
 
-    def best(self, groups: Sequence[Sequence[int]]) -> Layers:
+    def best(self, groups: Sequence[Sequence[int]]) -> LayerTables:
         """A row for each group: no member is faster layer by layer, nor holds more. The head may be on any stage."""
         steps = np.diff(self.time_s, axis=1)
         least = [np.minimum.reduce(steps[list(group)]) for group in groups]
         times = np.array([[0.0, *np.cumsum(row)] for row in least])
         held = np.array([np.maximum.reduce(self.furthest[list(group)]) for group in groups])
-        return Layers(self.num_layers, False, times, held)
+        return LayerTables(self.num_layers, False, times, held)
 
 
 class SailorTables:
@@ -94,8 +97,8 @@ class SailorTables:
         self.gpu_types = sorted({cluster.gpu for cluster in clusters})
         self.type_of = [self.gpu_types.index(cluster.gpu) for cluster in clusters]
         self.usd_per_gpu_s = [usd_per_gpu_s[cluster.gpu] for cluster in clusters]
-        self.rooms = np.array([cluster.num_gpus for cluster in clusters], dtype=np.int64)
-        self.num_gpus = int(self.rooms.sum())
+        self.cluster_gpus = np.array([cluster.num_gpus for cluster in clusters], dtype=np.int64)
+        self.num_gpus = int(self.cluster_gpus.sum())
         outputs = inputs.sizes[1].act_output
         self.act_bytes = min(outputs[:-1], default=outputs[-1]) * FLOAT_BYTES * mbs
         self.head_bytes = outputs[-1] * FLOAT_BYTES * mbs
@@ -124,14 +127,14 @@ class SailorTables:
         node = self.inputs.gpus[cluster.gpu].gpus_per_node
         return sum(pool.num_gpus - pool.num_gpus % node % tp for pool in cluster.pools)
 
-    def _layers(self) -> Layers:
+    def _layers(self) -> LayerTables:
         times, furthest = [], []
         for gpu, tp in self.kinds:
             found = self.inputs.times[gpu, self.mbs, tp]
             times.append(_prefix([f + b for f, b in zip(found.forward_s, found.backward_s, strict=True)]))
             furthest.append([self._furthest(gpu, tp, after) for after in range(self.num_layers + 1)])
         heavy = self.head_bytes > self.act_bytes
-        return Layers(self.num_layers, heavy, np.array(times), np.array(furthest, dtype=np.int64))
+        return LayerTables(self.num_layers, heavy, np.array(times), np.array(furthest, dtype=np.int64))
 
     def _furthest(self, gpu: str, tp: int, stages_after: int) -> list[int]:
         sizes = self.inputs.sizes[tp]
@@ -139,17 +142,19 @@ class SailorTables:
             STATE_BYTES_PER_PARAM * p + FLOAT_BYTES * act * self.mbs * stages_after
             for p, act in zip(sizes.params, sizes.act_memory, strict=True)
         ]
-        room = self.inputs.gpus[gpu].memory_bytes - reserved_bytes(tp)
+        free_bytes = self.inputs.gpus[gpu].memory_bytes - reserved_bytes(tp)
         prefix = list(accumulate(held, initial=0))
-        return [bisect_right(prefix, before + room) - 1 for before in prefix]
+        return [bisect_right(prefix, before + free_bytes) - 1 for before in prefix]
 
     def _middle_s(self, times: Floats) -> float:
-        return float(max(times[-2] - times[1] if self.num_layers > 2 else times[-1], 1e-9))
+        return float(max(times[-2] - times[1] if self.num_layers > 2 else times[-1], MIN_TIME_S))
 
-    def work_s(self, kinds: Sequence[int]) -> float:
-        """All layers in the reference kind's seconds: a stage of a kind takes at least `ratio` x its share."""
-        steps = np.diff(self.layers.time_s[list(kinds)], axis=1) / self.ratio[list(kinds), None]
-        return float(steps.min(axis=0).sum())
+    @cached_property
+    def work_s(self) -> Floats:
+        """(first run, second run): all layers in the reference kind's seconds. A stage of a kind takes at least `ratio`
+        x its share."""
+        steps = np.diff(self.layers.time_s, axis=1) / self.ratio[:, None]
+        return np.array([[steps[[*a, *b]].min(axis=0).sum() for b in self.runs] for a in self.runs])
 
     # ---- links -------------------------------------------------------------------------------------------
     def _send_table(self, num_bytes: float) -> Floats:
@@ -165,6 +170,15 @@ class SailorTables:
         return table
 
     @cached_property
+    def crossing_s(self) -> tuple[Floats, Floats]:
+        """(a, b, first run, second run): what a crossing adds at least to the transfers, there and back; and what a
+        stage beside it takes at least."""
+        send, back = self.send_s, self.back_s
+        extra = np.maximum(0.0, send + back - (send.min(axis=(0, 1)) + back.min(axis=(0, 1))))
+        least_layer = float(np.diff(self.layers.time_s, axis=1).min())
+        return _least_of_borders(extra), _least_of_borders(np.maximum(send, back)) + least_layer
+
+    @cached_property
     def head_back_s(self) -> Floats:
         """(a, b, run, next run): the gradient of a head that is alone on the last stage, from b back to a."""
         return self._send_table(self.head_bytes).transpose(1, 0, 3, 2)
@@ -178,7 +192,7 @@ class SailorTables:
         return self._sync[key]
 
     @cached_property
-    def _ring_fits(self) -> list[list[list[Fit]]]:
+    def _ring_fits(self) -> list[list[list[BandwidthFit]]]:
         ids = range(len(self.clusters))
         return [[sorted(set(self._fits(a, 1, b, 1))) for b in ids] for a in ids]
 
@@ -191,9 +205,9 @@ class SailorTables:
                 np.minimum(table[a, b], all_reduce_s(fit, num_bytes, num_replicas), out=table[a, b])
         return table
 
-    def _fits(self, a: int, gpus_a: int, b: int, gpus_b: int) -> list[Fit]:
+    def _fits(self, a: int, gpus_a: int, b: int, gpus_b: int) -> list[BandwidthFit]:
         """The measured pairs of zones between two clusters."""
-        pairs = [(x.end, y.end) for x in self.clusters[a].pools for y in self.clusters[b].pools]
+        pairs = [(x.zone_gpu, y.zone_gpu) for x in self.clusters[a].pools for y in self.clusters[b].pools]
         fits = [self.inputs.network.find(x, gpus_a, y, gpus_b) for x, y in pairs]
         return [fit for fit in fits if fit is not None]
 
@@ -207,3 +221,11 @@ class SailorTables:
 
 def _prefix(values: Sequence[float]) -> list[float]:
     return list(accumulate(values, initial=0.0))
+
+
+def _least_of_borders(table: Floats) -> Floats:
+    """(..., run, next run), for stages of one run and then another: the least between two of the first, two of the
+    second, or one of each.
+    """
+    own = np.diagonal(table, axis1=-2, axis2=-1)
+    return np.minimum(np.minimum(own[..., :, None], own[..., None, :]), table)

@@ -40,7 +40,7 @@ def atlas(setting: Setting, progress: Progress | None = None) -> Program:
     fastest_ns, fastest = _without_search(setting)
     order = _searched(setting, fastest_ns + 1, progress=progress)
     # Without these a setting with less memory could be faster: its search may find an order that this one missed.
-    if setting.budget >= MANY_TRIES and _num_events(setting) < FEW_EVENTS:
+    if setting.budget >= MANY_TRIES and setting.layout.about_events(split=True) < FEW_EVENTS:
         best_ns = fastest_ns + 1 if order is None else order.closed_ns(setting)
         for tighter in tighter_limits(setting, best_ns, LIMITS):
             found = _searched(tighter, best_ns, POINTS)
@@ -54,7 +54,7 @@ def _searched(
 ) -> Order | None:
     """The fastest order that the two searches find, if faster than `below_ns`."""
     sharings = (False,) if setting.turns is None else (True, False)
-    budget, keep = max(1, round(SEARCHED * setting.budget)), 4 if _num_events(setting) < MANY_EVENTS else 1
+    budget, keep = max(1, round(SEARCHED * setting.budget)), 1 if _is_large(setting) else 4
     # Zero bubble's own search is not cut off by SLACK, so that Atlas is never slower than zero bubble alone.
     split = zero_bubble_order(setting, below_ns / (1 - SLACK), most)
     split = None if split is None or split.closed_ns(setting) >= below_ns else split
@@ -64,9 +64,8 @@ def _searched(
     return order or split
 
 
-def _num_events(setting: Setting) -> int:
-    layout = setting.layout
-    return 6 * layout.num_pipelines * layout.num_stages * layout.num_microbatches
+def _is_large(setting: Setting) -> bool:
+    return setting.layout.about_events(split=True) >= MANY_EVENTS
 
 
 def _without_search(setting: Setting) -> tuple[int, Program]:
@@ -74,7 +73,7 @@ def _without_search(setting: Setting) -> tuple[int, Program]:
     plans search the same setting with few tries first, then with all."""
     key = (_key(setting), setting.interleaved and _key(setting.interleaved))
     found = _plain.get(key) or _fastest_plain(setting)
-    if _num_events(setting) < MANY_EVENTS and key not in _plain:
+    if not _is_large(setting) and key not in _plain:
         if len(_plain) >= REMEMBERED:
             _plain.pop(next(iter(_plain)))
         _plain[key] = found

@@ -58,7 +58,7 @@ def warm_ups(setting: Setting) -> list[tuple[int, ...]]:
     ahead. The set does not depend on how slow the boundaries are, so a faster link never makes the best one slower."""
     layout = setting.layout
     slow = slow_boundaries(layout).tolist()
-    events = 5 * layout.num_pipelines * layout.num_stages * layout.num_microbatches
+    events = layout.about_events(split=False)
     wanted = (
         [layout.num_stages - 1 - s + math.ceil(extra * sum(slow[s:])) for s in range(layout.num_stages)]
         for extra in EXTRA[:: max(1, -(-len(EXTRA) * events // MANY_EVENTS))]

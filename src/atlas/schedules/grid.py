@@ -3,9 +3,10 @@
 A search at the job's own latency and bandwidth finds orders that a search at a neighbouring value misses, and then
 less latency or more bandwidth can look worse. So orders are searched at grid points only, and then priced at the
 job's own values. A setting uses the points of its own grid cell and of every worse cell that has a lower bound below
-the best order so far. The result of a worse link is never below its bound. So where it could be faster, its points are
-among those used here, and one order takes no longer on better links: a better link never gives a slower result. Grid
-steps are in units of the slowest stage's work, which no link changes.
+the best order so far. From a worse cell it takes no order that is faster than the cell's bound. So if the result of a
+worse link could be faster, the points behind it are among those used here, and one order takes no longer on better
+links: a better link never gives a slower result. Grid steps are in units of the slowest stage's work, which no link
+changes.
 
 Memory is the third direction: `tighter_limits` are fixed limits below the setting's own. An order that fits one of them
 fits the setting too. Knows no order and no search.
@@ -66,6 +67,9 @@ class Grid:
         self.setting = setting
         self.best_ns = best_ns
         """Of the fastest order so far, closed; whoever searches the points lowers it."""
+        self.bound_ns = 0
+        """Of the cell whose points are being used. A faster order found there is not taken: a better link that skips
+        the cell, because its best order is at this bound, would be slower."""
         self._moves, reach = next((moves, reach) for least, moves, reach in REACHES if budget >= least)
         self._most = min(reach, most or reach)
         self._tries = max(1, budget // len(self._moves))
@@ -82,6 +86,7 @@ class Grid:
                 if len(seen) >= self._most or not is_worthwhile(bound_ns, self.best_ns):
                     break
                 seen.add(key)
+                self.bound_ns = bound_ns
                 yield point
             if len(seen) >= self._most:
                 return
@@ -210,7 +215,10 @@ def _at_grid(setting: Setting, sharing: bool, move: Move) -> Costs:
     and a slightly worse link would use a point that no better one uses."""
     costs, scale = setting.costs_of_sharing(sharing), _scale(setting)
     load = _scaled(_alone_ns(costs), scale.most_load_ns, scale.load_ns(move))
-    latency = _scaled(costs.latency_ns, scale.most_latency_ns, scale.latency_ns(move))
+    # What turns add to the latency is time inside the datacenters, which the latency of a path does not change.
+    relay_ns = np.round((costs.latency_ns - setting.apart.latency_ns) / scale.unit_ns, 3) * scale.unit_ns
+    latency = _scaled(setting.apart.latency_ns, scale.most_latency_ns, scale.latency_ns(move))
+    latency += np.rint(relay_ns).astype(np.int64)
     quantum_ns = max((link.quantum_ns for link in costs.links if link.policy == TURNS), default=0)
     links, channel = _links(setting.layout, scale.slow, sharing, quantum_ns)
     return replace(

@@ -38,6 +38,9 @@ TURN_SLANTED, TURN_SHAKEN = 1.1, 1.02
 """A new order within this factor of the best is worth moving back and forth in time."""
 SHAKEN_WORKERS = (0.1, 0.3, 1.0)
 """Shares of the workers whose start times are shaken."""
+SHAKE_POWERS = (-2.0, 1.5)
+"""Start times are shaken by 4 to a power between these, in forwards: by 1/16 to 8 of them, small changes as often as
+large ones."""
 RESTART = 0.02
 """Probability that a walk of moves starts again: half the time from the best order, half from another elite one."""
 HEAT = 0.02
@@ -78,20 +81,10 @@ def period_ns(order: Order, setting: Setting) -> int:
     return int((order.ends_ns(setting) - first).max()) * 1000 + order.makespan_ns // 1000
 
 
-def search(
-    setting: Setting,
-    family: Family,
-    *,
-    score: Score = makespan_ns,
-    stop_ns: int = 0,
-    progress: Progress | None = None,
-) -> Order:
-    """The best order found within the setting's budget of tries. Stops early at `stop_ns`, a proven bound."""
-    return _search(setting, family, score, stop_ns, progress).best
-
-
-def _search(setting: Setting, family: Family, score: Score, stop_ns: int, progress: Progress | None) -> _Tries:
-    tries = _Tries(setting, family.splits, score, progress)
+def search(setting: Setting, family: Family, score: Score = makespan_ns, stop_ns: int = 0) -> list[Order]:
+    """The best few orders found within the setting's budget of tries, the best last. Stops early at `stop_ns`, a proven
+    bound."""
+    tries = _Tries(setting, family.splits, score)
     share = max(1, setting.budget // 2 // (len(family.splits) * len(family.sharings)))
     for split in family.splits:
         for sharing in family.sharings:
@@ -99,7 +92,7 @@ def _search(setting: Setting, family: Family, score: Score, stop_ns: int, progre
     rng = np.random.default_rng(setting.seed)
     while tries.left and tries.score(tries.best) > stop_ns:
         [tries.slanted, tries.shaken, tries.moved][tries.phase](rng)
-    return tries
+    return tries.elite
 
 
 def found_on_grid(
@@ -123,7 +116,7 @@ def found_on_grid(
         tries += point.budget
         for order in _elite_at(point, family, keep, score):
             priced = priced_at(setting, order)
-            if priced is not None and (closed_ns := priced.closed_ns(setting)) < grid.best_ns:
+            if priced is not None and grid.bound_ns <= (closed_ns := priced.closed_ns(setting)) < grid.best_ns:
                 fastest, grid.best_ns = priced, closed_ns
     if progress is not None:
         progress(setting.budget, setting.budget)
@@ -141,10 +134,10 @@ def _elite_at(point: Setting, family: Family, keep: int, score: Score) -> list[O
         if score is makespan_ns and point.budget >= BOUNDED:
             costs = point.costs_of_sharing(True)
             stop_ns = lower_bound(costs, layout.num_microbatches, point.memory, recompute=point.recompute).ns
-        tries = _search(point, family, score, stop_ns, None)
+        found = search(point, family, score, stop_ns)
         if len(_known) >= REMEMBERED:
             _known.pop(next(iter(_known)))
-        _known[key] = tries.elite[-keep:]
+        _known[key] = found[-keep:]
     return _known[key]
 
 
@@ -162,8 +155,8 @@ def priced_at(setting: Setting, order: Order) -> Order | None:
 class _Tries:
     """The budget, and the best order so far."""
 
-    def __init__(self, setting: Setting, splits: tuple[bool, ...], score: Score, progress: Progress | None) -> None:
-        self.setting, self.progress = setting, progress
+    def __init__(self, setting: Setting, splits: tuple[bool, ...], score: Score) -> None:
+        self.setting = setting
         self.score: Callable[[Order], int] = lambda order: score(order, setting)
         self.left = setting.budget
         self.splits = splits
@@ -223,7 +216,7 @@ class _Tries:
         best = self.best
         start, num_workers = best.played.start_ns, len(best.played.start_ns)
         typical_ns = float(self.setting.apart.compute_ns[:, :, Kind.F].mean())
-        size_ns = typical_ns * 4.0 ** rng.uniform(-2.0, 1.5)
+        size_ns = typical_ns * 4.0 ** rng.uniform(*SHAKE_POWERS)
         touched = rng.random(num_workers) < rng.choice(SHAKEN_WORKERS)
         noise = rng.normal(0.0, size_ns, start.shape) * touched[:, None, None]
         turn_noise = rng.normal(0.0, size_ns * rng.choice([0.0, 1.0]), best.turn.shape)
@@ -293,8 +286,6 @@ class _Tries:
         if self._best is None or self.score(order) < self.score(self._best):
             self._best = order
             self.elite = [*self.elite[1 - ELITE :], order]
-        if self.progress is not None:
-            self.progress(self.setting.budget - self.left, self.setting.budget)
         return order
 
 

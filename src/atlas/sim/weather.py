@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from atlas.cost.table import Costs
 from atlas.cost.weather import drawn, paths_with_weather
+from atlas.errors import SpecError
 from atlas.ir.program import Program
-from atlas.sim.lower import Tables, lower, trace_tables
+from atlas.sim.lower import SeededNoise, Tables, lower, noisy, trace_tables
 from atlas.sim.simulate import run
+from atlas.spec.job import Job
 
 HORIZON = 3
 """A draw covers this many times the iteration without draws."""
@@ -32,6 +35,22 @@ class Tail:
 
     def words(self) -> str:
         return f"{100 * self.share:.0f} % of the time by which slow runs exceed the median comes from {self.path}"
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Iteration times of runs with jitter or weather."""
+
+    times_s: tuple[float, ...]
+    tail: Tail | None
+    """What causes the runs beyond the 95th percentile; None without weather."""
+
+    def row(self) -> dict[str, Any]:
+        """The figures, JSON-able."""
+        figures = {f"p{p}_s": float(np.percentile(self.times_s, p)) for p in (5, 50, 95)}
+        path, share = (None, None) if self.tail is None else (self.tail.path, self.tail.share)
+        worst_s = max(self.times_s)
+        return {"runs": len(self.times_s), **figures, "worst_s": worst_s, "tail_path": path, "tail_share": share}
 
 
 class WeatherRuns:
@@ -68,6 +87,26 @@ class WeatherRuns:
         saved = {path: sum(times_s[k] - self.time_s(k, (path,)) for k in slowest) for path in self.paths}
         worst = max(saved, key=lambda path: saved[path])
         return Tail(worst, min(1.0, max(0.0, saved[worst] / excess)))
+
+
+def spread_of(job: Job, program: Program, costs: Costs, runs: int) -> Spread:
+    """The same Program with new random durations in each run, and new weather on links that have a model. Only
+    transfers between datacenters jitter."""
+    jitter = job.jitter
+    if not (jitter.compute or jitter.wan or paths_with_weather(costs)):
+        raise SpecError(
+            where=job.where,
+            key="jitter",
+            rule="Monte-Carlo runs need a spread, and the job has none",
+            remedy="Write jitter: {compute: 0.05, wan: 0.1}, --set jitter.wan=0.1, or a `model` of a link",
+        )
+
+    def jittered(tables: Tables, k: int) -> Tables:
+        return noisy(tables, SeededNoise(jitter.seed + k, jitter.compute, jitter.wan), program)
+
+    draws = WeatherRuns(program, costs, jitter.seed, jittered if jitter.compute or jitter.wan else None)
+    times = [draws.time_s(k) for k in range(runs)]
+    return Spread(tuple(times), draws.tail(times))
 
 
 def _makespan_ns(tables: Tables) -> int:

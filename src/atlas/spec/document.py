@@ -23,8 +23,12 @@ from atlas.errors import SpecError
 Keys = tuple[str | int, ...]
 """A place in a document: ("cluster", "datacenters", 0, "nodes")."""
 
+YAML_WIDTH = 110
+"""Columns of the YAML files that Atlas writes."""
 MAX_BYTES = 512 * 1024
+"""Of a YAML or JSON file."""
 MAX_DEPTH = 24
+"""Of nested mappings and lists."""
 MAX_NODES = 50_000
 """After aliases are written out: a bomb stops here."""
 

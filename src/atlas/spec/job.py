@@ -26,18 +26,16 @@ from atlas.spec.fields import (
     Text,
 )
 from atlas.spec.gpus import GPUS, Gpu
+from atlas.weather.tcp_window import WINDOW_BYTES
 
 MAX_RANKS = 1000
+"""Stages of a pipeline."""
 MAX_MICROBATCHES = 100_000
 DEFAULT_EFFICIENCY = 0.5
+"""Of a GPU that was not measured: the share of its peak that matrix products reach."""
 
 
 # ---- the cluster ---------------------------------------------------------------------------------------------------
-WINDOW_BYTES = 3_000_000
-"""Window of one TCP connection: the papers' 1220 / 600 / 396 / 293 Mbit/s at 10 / 20 / 30 / 40 ms are about 3 MB
-over the round trip."""
-
-
 Unknown = Literal["unknown"]
 """A figure that no source has."""
 

@@ -37,6 +37,7 @@ from atlas.spec.trace import read_trace
 from atlas.spec.weather_rules import weather_rules
 
 MAX_BASES = 8
+"""Files that extend each other."""
 
 M = TypeVar("M", bound=Frozen)
 OPEN: dict[str, int] = {"pp": 1, "num_microbatches": 1}

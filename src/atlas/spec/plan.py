@@ -16,13 +16,14 @@ import yaml
 from pydantic import Field
 
 from atlas.errors import AtlasError
-from atlas.spec.document import Document, Keys, as_path, read_yaml
+from atlas.spec.document import YAML_WIDTH, Document, Keys, as_path, read_yaml
 from atlas.spec.fields import Count, Flag, Frozen, Name, NonNegative, Text
 from atlas.spec.job import MAX_RANKS, Job, Place
 from atlas.spec.load import finished, job_of
 from atlas.spec.refusal import Where, bad, validated
 
 VERSION: Literal[1] = 1
+"""Of the plan file's format."""
 REMEDY = "Make the plan again"
 Quantity = Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)]
 
@@ -207,12 +208,12 @@ def plan_text(plan: Plan) -> str:
     """The Plan as YAML: only the keys of the job's file and the choices."""
     data: dict[str, Any] = plan.model_dump(mode="json", exclude_none=True, exclude={"job"})
     ordered = {"plan": data.pop("plan"), "runnable": data.pop("runnable"), **data, "job": _job_data(plan.job)}
-    return HEADER + yaml.dump(ordered, Dumper=_Dumper, sort_keys=False, width=110)
+    return HEADER + yaml.dump(ordered, Dumper=_Dumper, sort_keys=False, width=YAML_WIDTH)
 
 
 def job_text(job: Job) -> str:
     """The job as one file, without `base`, `cluster: FILE` and `model.config`."""
-    return yaml.dump(_job_data(job), Dumper=_Dumper, sort_keys=False, width=110)
+    return yaml.dump(_job_data(job), Dumper=_Dumper, sort_keys=False, width=YAML_WIDTH)
 
 
 def _job_data(job: Job) -> dict[str, Any]:

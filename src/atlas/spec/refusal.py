@@ -20,6 +20,7 @@ M = TypeVar("M", bound=BaseModel)
 Where = Callable[[Keys], str]
 """The file and line of a key."""
 MOST_MISTAKES = 20
+"""That one message lists."""
 MAPPINGS = ("model_type", "model_attributes_type", "dict_type")
 NUMBERS = ("int_type", "int_parsing", "float_type", "float_parsing")
 WORDS = {

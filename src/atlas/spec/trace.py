@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 from atlas.spec.document import dotted, read_json, read_text, wrong
 
-MAX_ROWS = 1_000_000
+MAX_ROWS, MAX_FILE_BYTES = 1_000_000, 64 << 20
 MAX_VALUE = 1e9
+"""Of any column: seconds, shares and milliseconds beyond it are mistakes."""
 
 
 class TraceRow(NamedTuple):
@@ -42,7 +43,7 @@ def read_trace(path: Path, key: str = "trace") -> tuple[TraceRow, ...]:
 
 
 def _csv_rows(path: Path, key: str) -> list[dict[str, Any]]:
-    lines = read_text(path, key=key, max_bytes=64 * 1024 * 1024).splitlines()
+    lines = read_text(path, key=key, max_bytes=MAX_FILE_BYTES).splitlines()
     try:
         return [dict(row) for row in csv.DictReader(lines, skipinitialspace=True)]
     except csv.Error as error:

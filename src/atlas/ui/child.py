@@ -22,6 +22,7 @@ from atlas.spec import Job
 from atlas.ui.run_files import FACTS, PageFacts, write_facts
 
 END_S = 5.0
+"""Time that the process of the page has to end before it is killed."""
 NICENESS = 15
 """Training goes first: on a contended core the page's server gets 3 % of the time."""
 

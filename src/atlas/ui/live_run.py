@@ -25,7 +25,10 @@ HISTORY = 1000
 """Steps in the curves."""
 LOGGED = 200
 """Events in the log."""
+STREAMED, CHECKPOINTS = 50, 5
+"""The last events that each server-sent state has, and the last checkpoints."""
 SERIES = ("step", "loss", "tokens_per_s", "iteration_s", "utilization", "mfu")
+"""Figures of a step that the page draws as curves."""
 DRIFT = 0.1
 """An iteration that takes so much longer than predicted is an event."""
 
@@ -151,7 +154,7 @@ class LiveRun:
                 "run": dict(self._run),
                 "last": None if last is None else dict(last),
                 **self._extra,
-                "events": sorted(self._events, key=lambda event: float(event["time"]))[0 if series else -50 :],
+                "events": sorted(self._events, key=lambda event: float(event["time"]))[0 if series else -STREAMED :],
                 "whatif": self.job is not None,
             }
             if series:
@@ -266,7 +269,7 @@ class LiveRun:
         self._run["goodput_steps_per_s"] = record.get("goodput_steps_per_s")
         self._run["attempts"] = len(attempts)
         self._run["steps"] = self._run.get("steps") or record.get("steps")
-        self._run["checkpoints"] = [step for one in attempts for step in one.get("checkpoints", ())][-5:]
+        self._run["checkpoints"] = [step for one in attempts for step in one.get("checkpoints", ())][-CHECKPOINTS:]
         ended = bool(attempts) and "ended" in attempts[-1]
         if ended:
             self._run["status"], self._run["reason"] = "ended", attempts[-1].get("reason")

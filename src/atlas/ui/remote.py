@@ -20,7 +20,9 @@ from atlas.ui.live_run import LiveRun
 TIMEOUT_S = 30.0
 """The other page sends something every 15 s."""
 AGAIN_S = 2.0
-MAX_BYTES = 256 << 20
+"""Pause before a lost connection is opened again."""
+MAX_BYTES, MAX_REASON_BYTES = 256 << 20, 200
+"""Of an answer, and of the reason of a refusal, that are read."""
 
 
 class RemoteFollower:
@@ -42,7 +44,7 @@ class RemoteFollower:
         try:
             self._take()
         except urllib.error.HTTPError as error:
-            text = error.read(200).decode(errors="replace").strip()
+            text = error.read(MAX_REASON_BYTES).decode(errors="replace").strip()
             why = error.reason if not text or text.startswith("<") else text
             raise AtlasError(f"{self.base}: status {error.code}: {why}. Check the address and the token") from error
         except (OSError, HTTPException, ValueError) as error:

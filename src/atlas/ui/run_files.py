@@ -25,11 +25,13 @@ from atlas.ui.live_run import LiveRun
 from atlas.ui.run_model import MAX_ITERATIONS, shown_iterations
 
 FACTS, JOB, STEPS, EVENTS, TIMELINE = "page.json", "job.yaml", "steps.jsonl", "events.jsonl", "timeline.jsonl"
+"""Names in a run's folder."""
 SERVICE = "service.json"
 """Of a service beside training, while it runs: `metrics` (its URL) and `cards` (see `ui.service`)."""
 TIMELINE_BYTES = 256 << 20
 """A longer timeline file is emptied and written from its start: the page shows the last iterations only."""
-MAX_LINE = 256 << 20
+MAX_READ_BYTES = 256 << 20
+"""Of a file that are read at once."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ def read_facts(folder: Path) -> PageFacts | None:
         return None
 
 
-class _Tail:
+class _NewLines:
     """The new complete lines of a file that grows, or was emptied or replaced."""
 
     def __init__(self, path: Path) -> None:
@@ -103,7 +105,7 @@ class _Tail:
                 if stat.st_size == self._at:
                     return []
                 file.seek(self._at)
-                new = file.read(MAX_LINE)
+                new = file.read(MAX_READ_BYTES)
         except OSError:
             return []
         self._at += len(new)
@@ -125,11 +127,11 @@ class FolderFollower:
         if found is not None and timeline is not None and timeline.is_file() and not is_journal(timeline):
             self._fixed, timeline = load_timeline(timeline), None
         self._journal = JournalTail(timeline or folder / TIMELINE, last=MAX_ITERATIONS)
-        self._timelines = _Tail(timeline or folder / TIMELINE)
+        self._timelines = _NewLines(timeline or folder / TIMELINE)
         log = found.log if found is not None and found.log is not None else folder / STEPS
         # Beside a timeline file that is given alone there may be files of another run.
         names = (log, folder / EVENTS, folder / "run.json") if source.is_dir() else [folder / "none"] * 3
-        self._steps, self._events, self._record = _Tail(names[0]), _Tail(names[1]), names[2]
+        self._steps, self._events, self._record = _NewLines(names[0]), _NewLines(names[1]), names[2]
         self._record_time = 0
         self._begin(found.job if found is not None else folder / JOB, folder)
 

@@ -17,17 +17,17 @@ from atlas.evaluate import Case, Progress, Result, build, find_schedule, prepare
 from atlas.ir.assemble import repeated
 from atlas.ir.program import Kind, Program
 from atlas.ir.timeline import Timeline
-from atlas.planner.judge import Judged
-from atlas.planner.placed import judged_result
+from atlas.planner.judge import SimulatedCandidate
+from atlas.planner.plan_simulation import judged_result
 from atlas.planner.report import drawn_plan, places
 from atlas.sim import simulate
+from atlas.sim.simulate import SMALL
 from atlas.spec import Job
 from atlas.view.map import load_color, map_svg
 from atlas.view.places import PANEL, MapPlaces, map_places
 
-MAX_EVENTS = 60_000
-"""Iterations are drawn up to this number of events, at least one."""
 MAX_ITERATIONS = 3
+"""The page draws as many iterations as have no more than `SMALL` events, at least one and at most these."""
 
 
 def shape_of(case_or_program: Case | Program) -> tuple[Any, ...]:
@@ -51,7 +51,7 @@ class RunModel:
         self.case, self.program = self.case.of(program), program
         self.result: Result = repriced(self.case, self.chosen, tcp, self.program)
         self.cluster = cluster_arrays(self.case.job)
-        self.judged: Judged = judged_result(self.result, self.cluster)
+        self.judged: SimulatedCandidate = judged_result(self.result, self.cluster)
         self.row: dict[str, Any] = self.result.row()
 
     def searched(self, progress: Progress | None = None) -> RunModel:
@@ -126,5 +126,5 @@ def transfer_times_ms(timeline: Timeline) -> dict[str, float]:
 
 
 def shown_iterations(program: Program) -> int:
-    """How many iterations the page shows."""
-    return max(1, min(MAX_ITERATIONS, MAX_EVENTS // max(1, program.num_events)))
+    """How many iterations the page shows: at least one, and no more than the plain engine simulates."""
+    return max(1, min(MAX_ITERATIONS, SMALL // max(1, program.num_events)))

@@ -21,13 +21,15 @@ from atlas.ui.live_run import LiveRun
 from atlas.ui.remote import RemoteFollower
 from atlas.ui.run_files import FACTS, JOB, FolderFollower, PageFacts, read_service
 from atlas.ui.run_model import RunModel
-from atlas.ui.server import Answer, PageServer
+from atlas.ui.server import PageServer, PostHandler
 from atlas.ui.service import ServiceFollower
 from atlas.ui.whatif import WhatIfDesk
 from atlas.view.page import asset, empty_header, filled, json_element, page_script
 
 POLL_S, SERVICE_S = 1.0, 1.0
 """Between two looks at a run, and at its service. Each look analyses the last pass and takes CPU time."""
+TOKEN_BYTES = 24
+"""Random bytes of a token that is made here: 192 bits."""
 
 
 class ServedPage(Closing):
@@ -46,7 +48,7 @@ class ServedPage(Closing):
             self._remote.start()
         else:
             follower = self._follower(Path(source))
-        token = token or ("" if is_loopback(host) else secrets.token_urlsafe(24))
+        token = token or ("" if is_loopback(host) else secrets.token_urlsafe(TOKEN_BYTES))
         self.server = PageServer(self.run, page_html, self._answers(), host, port, token)
         shown = f"[{host}]" if ":" in host else host
         self.url = f"http://{shown}:{self.server.port}/" + (f"?token={token}" if token else "")
@@ -109,7 +111,7 @@ class ServedPage(Closing):
             self.run.set_service(service.poll() if service.url else None)
 
     # ---- what-if -----------------------------------------------------------------------------------------------------
-    def _answers(self) -> dict[str, Answer]:
+    def _answers(self) -> dict[str, PostHandler]:
         paths = {"sliders": "sliders", "quick": "quick", "search": "search", "job": "job_file"}
         return {f"/api/whatif/{path}": partial(self._answer, name) for path, name in paths.items()}
 

@@ -25,32 +25,40 @@ from atlas.errors import AtlasError
 from atlas.ui.live_run import LiveRun
 
 MAX_STREAMS, MAX_CONNECTIONS = 256, 512
-MAX_BODY = 64 << 10
+"""Open pages, each with one stream of events, and connections of all clients."""
+MAX_BODY, SEND_BUFFER = 64 << 10, 64 << 10
+"""Bytes of a question, and of what a client has not read yet: small, so that one that does not read is found soon."""
+SHUTDOWN_POLL_S = 0.1
+"""Between two looks of the server at whether it should close."""
 SEND_S = 10.0
 """A client that reads nothing for this long is disconnected."""
 ALIVE_S = 15.0
+"""A stream without news sends a comment this often, so that both sides notice a lost connection."""
 PAUSE_S = 0.5
 """Least time between two events to one client."""
 COOKIE = "atlas_token"
+"""Holds the token after it has left the address bar."""
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
+"""The Content-Security-Policy: the page loads nothing from elsewhere, and no other page may embed it."""
 
-Answer = Callable[[dict[str, Any]], dict[str, Any]]
+PostHandler = Callable[[dict[str, Any]], dict[str, Any]]
+"""From the JSON body of a POST to the JSON answer."""
 
 
 class PageServer(ThreadingHTTPServer):
     """Serves one run. `answers`: by path, a function from a JSON body to a JSON answer."""
 
     daemon_threads = True
-    request_queue_size = 256
+    request_queue_size = MAX_STREAMS
 
     def __init__(
         self,
         run: LiveRun,
         page: Callable[[], str],
-        answers: dict[str, Answer],
+        answers: dict[str, PostHandler],
         host: str = "127.0.0.1",
         port: int = 0,
         token: str = "",
@@ -68,7 +76,7 @@ class PageServer(ThreadingHTTPServer):
             why = getattr(error, "strerror", None) or error
             raise AtlasError(f"{host}:{port}: {why}. Choose another port, or 0 for any") from error
         self.port: int = self.server_address[1]
-        self._thread = threading.Thread(target=self.serve_forever, args=(0.1,), daemon=True, name="page")
+        self._thread = threading.Thread(target=self.serve_forever, args=(SHUTDOWN_POLL_S,), daemon=True, name="page")
         self._thread.start()
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -104,8 +112,7 @@ class PageHandler(BaseHTTPRequestHandler):
 
     def setup(self) -> None:
         super().setup()
-        # A small buffer, so that a client that does not read is found soon.
-        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 64 << 10)
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
 
     def do_GET(self) -> None:
         if not self._admitted():

@@ -15,8 +15,9 @@ from collections.abc import Mapping
 from typing import Any
 
 LINE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{[^}]*\})?\s+(\S+)")
-TIMEOUT_S = 2.0
-MAX_BYTES = 4 << 20
+"""Series and value in a line of Prometheus text; labels are left out."""
+TIMEOUT_S, MAX_BYTES = 2.0, 4 << 20
+"""For an answer of the service, and what is read of it."""
 
 
 class ServiceFollower:

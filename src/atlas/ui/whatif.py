@@ -20,8 +20,8 @@ from atlas.errors import AtlasError
 from atlas.evaluate import Case, Result, build, evaluate, find_schedule, prepare, repriced, rows
 from atlas.ir.assemble import with_optimizer
 from atlas.ir.program import Program
-from atlas.planner.judge import Judged
-from atlas.planner.placed import judged_result
+from atlas.planner.judge import SimulatedCandidate
+from atlas.planner.plan_simulation import judged_result
 from atlas.schedules import SCHEDULES
 from atlas.schedules.eager import eager
 from atlas.spec import Job, override
@@ -37,20 +37,24 @@ FROZEN = "re-priced: same order of ops, new durations"
 UNSEARCHED = "not searched yet: the first order of {}, before the search for a faster one"
 STAND_IN = "not searched yet: shown with the order of eager 1F1B"
 SEARCHED = "searched: these are the figures of `atlas simulate`"
+"""Where an answer comes from, as the page says it."""
+SAME = 0.0005
+"""Throughputs within this share of each other are called equal."""
 
-Factor = Annotated[float, Field(strict=True, ge=0.01, le=100)]
-Copies = Annotated[int, Field(strict=True, ge=1, le=4096)]
+SliderFactor = Annotated[float, Field(strict=True, ge=0.01, le=100)]
+SliderCount = Annotated[int, Field(strict=True, ge=1, le=4096)]
+"""Ranges of the sliders; a request beyond them is refused."""
 
 
 class SliderValues(Frozen):
     """The sliders. `bandwidth` and `latency` are factors on every link of the job."""
 
-    bandwidth: Factor = 1.0
+    bandwidth: SliderFactor = 1.0
     latency: Annotated[float, Field(strict=True, ge=0, le=100)] = 1.0
     pipelines: Annotated[int, Field(strict=True, ge=1, le=1024)] = 1
     """Of a cell: with the cells, they set the number of GPUs."""
-    cells: Copies = 1
-    microbatches: Copies = 1
+    cells: SliderCount = 1
+    microbatches: SliderCount = 1
     schedule: Text = "1f1b"
 
     def changed(self, data: Mapping[str, Any]) -> SliderValues:
@@ -168,18 +172,17 @@ class WhatIfDesk:
 
     def _plain(self, case: Case, schedule: str) -> tuple[Program, str]:
         """An order for a shape that was not searched yet."""
-        frame = case.layout
-        small = 6 * frame.num_pipelines * frame.num_stages * frame.num_microbatches <= QUICK_EVENTS
+        small = case.layout.about_events(split=True) <= QUICK_EVENTS
         if small or SCHEDULES[schedule].virtual_stages:
             return build(case, SCHEDULES[schedule], budget=0), UNSEARCHED.format(schedule)
         shared = SCHEDULES[schedule].shares and case.turns is not None
         costs = case.turns if shared and case.turns is not None else case.apart
-        order = eager(frame, costs, case.memory, recompute=case.job.recompute, sharing=shared)
+        order = eager(case.layout, costs, case.memory, recompute=case.job.recompute, sharing=shared)
         return with_optimizer(order), STAND_IN
 
     def _answer(self, result: Result, values: SliderValues, label: str, kind: str) -> dict[str, Any]:
         row, now = rows([result])[0], self._now.row()
-        judged: Judged = judged_result(result)
+        judged: SimulatedCandidate = judged_result(result)
         figures = judged.figures
         header, spans = page_data([result.single], title=f"{self.job.name}: what if")
         if self._now_drawn is None or self._now_drawn[0] is not self._now:
@@ -208,7 +211,7 @@ class SupersededError(AtlasError):
 def _sentence(row: Mapping[str, Any], now: Mapping[str, Any], spent: str) -> str:
     """Faster or slower than now, whether it fits, and where the time goes."""
     ratio = row["tokens_per_s"] / now["tokens_per_s"]
-    if abs(ratio - 1) < 5e-4:
+    if abs(ratio - 1) < SAME:
         first = "As many tokens a second as now."
     else:
         first = f"{ratio:.2f}x as many tokens a second as now."

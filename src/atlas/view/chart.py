@@ -34,7 +34,7 @@ Points = Sequence[tuple[float, float]]
 Row = Mapping[str, Any]
 
 
-# ---- the frame -------------------------------------------------------------------------------------------------
+# ---- the axes --------------------------------------------------------------------------------------------------
 class Axis(NamedTuple):
     """Maps values to pixels."""
 
@@ -117,7 +117,7 @@ def _ticks(along: Axis) -> list[float]:
     return [k * step for k in range(math.ceil(along.low / step), math.floor(along.high / step) + 1)]
 
 
-def frame(x: Axis, y: Axis, x_label: str, y_label: str) -> list[str]:
+def axes(x: Axis, y: Axis, x_label: str, y_label: str) -> list[str]:
     """Ticks with their numbers, grid lines and the names of the axes."""
     parts = []
     x_label, y_label = (f"{label} (log scale)" if at.log else label for at, label in ((x, x_label), (y, y_label)))
@@ -187,7 +187,7 @@ def curves_svg(
     x = axis([p[0] for p in known], log_x, LEFT, right)
     y = axis([p[1] for p in known], log_y, HEIGHT - BOTTOM, TOP)
     starts = "" if log_y or y.low == 0 else f" (the axis starts at {y.low:.3g})"
-    body = frame(x, y, x_label, y_label + starts)
+    body = axes(x, y, x_label, y_label + starts)
     for k, (name, points) in enumerate(lines.items()):
         hints = [f"{name}: {p[1]:.4g} at {x_label} = {p[0]:g}" if p is not None else "" for p in points]
         body += _line(points, x, y, SERIES[k % len(SERIES)], MARKERS[k // len(SERIES) % len(MARKERS)], hints)
@@ -249,7 +249,7 @@ def front_svg(rows: Sequence[Row], front: Sequence[Row], *, title: str) -> str:
     low, high = min(usd for _, usd in points), max(usd for _, usd in points)
     y = axis([usd for _, usd in points], low > 0 and high / low > 5, HEIGHT - BOTTOM, TOP)
     note = f"{len(rows)} simulated plans; the line joins the Pareto-optimal ones"
-    body = frame(x, y, "seconds an iteration", "US dollars an iteration")
+    body = axes(x, y, "seconds an iteration", "US dollars an iteration")
     on_front = {(float(row["iteration_s"]), float(row["usd_per_iteration"])) for row in front}
     path = ""
     for k, (s, usd) in enumerate(sorted(on_front)):

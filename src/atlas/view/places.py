@@ -116,12 +116,12 @@ def _scaled(latency: Floats, joined: NDArray[np.bool_]) -> Floats:
 def _fit(raw: Floats, picture: Picture, *, keep: bool) -> tuple[Floats, Floats]:
     """(scale, shift) that fill the picture. `keep`: keep the aspect ratio."""
     size, middle = np.ptp(raw, axis=0), (raw.min(axis=0) + raw.max(axis=0)) / 2
-    frame = np.array([picture.width, picture.height], np.float64)
-    room = frame - 2 * np.array(picture.margin)
-    scales = [float(room[k] / size[k]) if size[k] > 1e-9 else np.inf for k in range(2)]
+    whole = np.array([picture.width, picture.height], np.float64)
+    inner = whole - 2 * np.array(picture.margin)
+    scales = [float(inner[k] / size[k]) if size[k] > 1e-9 else np.inf for k in range(2)]
     found = np.array([min(scales)] * 2 if keep else scales)
     scale = np.where(np.isfinite(found), found, 1.0)
-    return scale, frame / 2 - middle * scale
+    return scale, whole / 2 - middle * scale
 
 
 def _apart(place: Floats, picture: Picture) -> list[tuple[float, float]]:

@@ -25,9 +25,17 @@ class Inflow(NamedTuple):
     """Cross traffic that joined; 0 where the queue was empty."""
 
 
+LEAST_QUEUE_NS, LEAST_QUEUE = 1e6, 0.02
+"""A delay beyond the least round trip shows a queue if it is longer than 1 ms and than this share of the round trip."""
+BUSY_QUEUE = 0.25
+"""Of that delay: as long a queue before a packet was not empty since the packet before."""
+BUSY_WINDOWS = 5
+"""Of WINDOW_NS: in a longer gap between two packets the queue may have been empty."""
+
+
 def queue_floor_ns(least_ns: float) -> float:
     """A longer delay than the least round trip plus this shows a queue."""
-    return max(1e6, 0.02 * least_ns)
+    return max(LEAST_QUEUE_NS, LEAST_QUEUE * least_ns)
 
 
 def inflow(table: PacketTable, model: PathModel) -> Inflow:
@@ -37,6 +45,6 @@ def inflow(table: PacketTable, model: PathModel) -> Inflow:
     behind = np.maximum(0.0, (rtt - model.rtt_ns) * per_ns)  # the queue with the packet itself
     before = np.maximum(0.0, behind - size)
     gap_ns = np.diff(sent)
-    busy = (before[1:] > queue_floor_ns(model.rtt_ns) * per_ns / 4) & (gap_ns < 5 * WINDOW_NS)
+    busy = (before[1:] > queue_floor_ns(model.rtt_ns) * per_ns * BUSY_QUEUE) & (gap_ns < BUSY_WINDOWS * WINDOW_NS)
     # A busy queue: before_{i+1} = behind_i + (c - b) dt
     return Inflow(sent[1:], gap_ns, busy, np.where(busy, before[1:] - behind[:-1] + per_ns * gap_ns, 0.0))

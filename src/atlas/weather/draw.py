@@ -23,14 +23,14 @@ LEAST_SHARE = 0.02
 """Of the capacity: a sender that fills the path always gets some."""
 
 
-class Rows(NamedTuple):
+class DrawnRows(NamedTuple):
     """By window: the share of the capacity that cross traffic leaves, and the delay of its queue."""
 
     rate: Floats
     extra_latency_ns: Floats
 
 
-def drawn_rows(model: PathModel, seed: int, key: Sequence[object], num_windows: int, scale: float = 1.0) -> Rows:
+def drawn_rows(model: PathModel, seed: int, key: Sequence[object], num_windows: int, scale: float = 1.0) -> DrawnRows:
     """Windows of new weather. `key` tells draws of one seed apart; `scale` multiplies cross traffic."""
     return rows_of(model, drawn_cross(model, seed, key, num_windows), scale)
 
@@ -50,13 +50,13 @@ def drawn_cross(model: PathModel, seed: int, key: Sequence[object], num_windows:
     return found
 
 
-def rows_of(model: PathModel, cross_bps: Floats, scale: float = 1.0) -> Rows:
+def rows_of(model: PathModel, cross_bps: Floats, scale: float = 1.0) -> DrawnRows:
     """What cross traffic leaves to a sender, and how long its own queue is where it exceeds the capacity."""
     share = cross_bps * (scale / model.capacity_bps)
     late = np.zeros(len(share))
     if (share > 1.0).any():
         late = np.array(queue_delays_ns(share.tolist(), model.buffer_bytes * 8e9 / model.capacity_bps))
-    return Rows(np.maximum(1.0 - share, LEAST_SHARE), late)
+    return DrawnRows(np.maximum(1.0 - share, LEAST_SHARE), late)
 
 
 def queue_delays_ns(shares: Iterable[float], most_ns: float) -> list[float]:

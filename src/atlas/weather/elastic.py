@@ -14,14 +14,18 @@ from atlas.weather.conservation import inflow
 from atlas.weather.packets import PacketTable
 from atlas.weather.path_model import MAX_RIVALS, WINDOW_NS, PathModel
 
-LEAST_SHARE, SMOOTH_WINDOWS = 0.15, 5
+LEAST_SHARE, SMOOTH_WINDOWS, STOPPED_PERCENTILE = 0.15, 5, 5
 """Of the capacity: cross traffic that falls below it for half a second (in a twentieth of the time) has stopped."""
+LEAST_OWN = 1e-3
+"""Of the capacity: the sender's own share, at least, where flows are counted by it."""
 PARTS = 8
 """Of a round trip: the steps in which the pattern is seen."""
 LEAST_ECHO, LEAST_PATTERN, MIN_STEPS = 0.7, 0.08, 200
 """The correlation of the pattern with itself one round trip later, its size (root mean square, of the capacity), and
 the steps with a busy queue. Simulated and recorded paths: 0.78 to 0.99 and 0.12 to 0.44 beside a cubic flow; at most
 0.4 and 0.07 beside traffic that does not react, 0.58 where the table has blocks of 8 packets."""
+BUSY_STEP = 0.9
+"""Of a step: its pattern is known if the queue was busy for this share of it."""
 ONE_FLOW = 3.0
 """A flow that was there first has up to this many times the rate of one that joins, for half a minute."""
 
@@ -32,13 +36,13 @@ def competing_flows(table: PacketTable, model: PathModel) -> int:
         return 0
     share = model.recorded_bps / model.capacity_bps
     smooth = np.convolve(share, np.ones(SMOOTH_WINDOWS) / SMOOTH_WINDOWS, "valid")
-    if float(np.percentile(smooth, 5)) < LEAST_SHARE or not has_echo(table, model):
+    if float(np.percentile(smooth, STOPPED_PERCENTILE)) < LEAST_SHARE or not has_echo(table, model):
         return 0
     later = share[len(share) // 2 :]
     middle = int(np.flatnonzero(model.recorded)[len(share) // 2])
     own = table.num_bytes[~table.lost & (table.sent_ns - model.start_ns >= middle * WINDOW_NS)].sum()
     own_share = float(own) * 8e9 / (len(later) * WINDOW_NS * model.capacity_bps)
-    return int(min(MAX_RIVALS, max(1, round(float(later.mean()) / max(own_share, 1e-3) / ONE_FLOW))))
+    return int(min(MAX_RIVALS, max(1, round(float(later.mean()) / max(own_share, LEAST_OWN) / ONE_FLOW))))
 
 
 def has_echo(table: PacketTable, model: PathModel) -> bool:
@@ -62,7 +66,7 @@ def has_echo(table: PacketTable, model: PathModel) -> bool:
         level = rise(crossed, from_ns) * 8e9 / (step_ns * model.capacity_bps)
         return np.asarray(level - np.convolve(level, np.ones(PARTS) / PARTS, "same"), np.float64)
 
-    busy = np.minimum(rise(busy_ns, at_ns), rise(busy_ns, at_ns + trip_ns)) > 0.9 * step_ns
+    busy = np.minimum(rise(busy_ns, at_ns), rise(busy_ns, at_ns + trip_ns)) > BUSY_STEP * step_ns
     kept = np.convolve(busy, np.ones(PARTS), "same") > PARTS - 0.5  # no step of the round trip is unknown
     if kept.sum() < MIN_STEPS:
         return False

@@ -29,11 +29,17 @@ from atlas.weather.routes import route_pieces
 
 Method = Literal["constant", "peak", "pairs", "auto"]
 MIN_SPAN_S = 5.0
+"""Of a table, at least: its last fifth must have several windows."""
 HELD_OUT = 0.2
 """The last share of the rows, which the constants are not fitted on."""
 BUSY_SHARE = 0.1
 """A window counts as seen if the queue was busy for this share of it."""
 PEAK_NS = 100_000_000
+"""Over which the peak rate is the mean."""
+WHOLE = 0.8
+"""Acknowledgements that span at least this share of PEAK_NS give a rate; shorter bursts would exaggerate it."""
+BACK_TO_BACK = 10
+"""Packets are back to back if they arrive this many times further apart than they were sent."""
 MIN_PAIRS, AGREEING = 100, 0.15
 """Back-to-back packets that are needed, and how far their quartiles may be apart, relative to the median."""
 CLEARLY_MORE = 1.25
@@ -42,12 +48,24 @@ almost equally well, and each is better than the other for some."""
 GAP_NS = 2_000_000_000
 """If nothing was sent for longer than this, the windows between are left out of the recording."""
 MAX_SPAN_DAYS = MAX_WINDOWS * WINDOW_NS // (86_400 * 10**9)
+"""Of a table: as many windows as a `.path` file may have."""
 REORDERED = 0.05
 """If a larger share of packets overtook others, the path is not first in, first out."""
+FULL_PERCENTILE = 90
+"""Of the queues met before losses: some packets are lost for other reasons, with a short queue."""
+MOST_CROSS = 2
+"""Of the capacity: cross traffic of a window, at most. More is an error of short busy times."""
+BUFFER_MARGIN = 1.05
+"""A packet that arrived must not be lost in the prediction because the buffer was estimated a little too small."""
+LEAST_VARIATION = 0.005
+"""If the standard deviation of delay is a smaller share of its mean, there is no variance to explain."""
+MIN_FLIGHTS, MAX_FLIGHTS, STEADY = 20, 20_000, 1.2
+"""Packets that are needed, and used, to judge what the sender had in flight. It was limited by a window if the 95th
+percentile is below this multiple of the median."""
 
 
 @dataclass(frozen=True)
-class Learnt:
+class PathFit:
     """A fitted path, how well it fits, and warnings."""
 
     model: PathModel
@@ -58,7 +76,7 @@ class Learnt:
     warnings: list[str] = field(default_factory=list)
 
 
-def learn(table: PacketTable, method: Method = "auto") -> Learnt:
+def learn(table: PacketTable, method: Method = "auto") -> PathFit:
     """Constants of the first four fifths, cross traffic of all, figures of the last fifth."""
     require_usable(table)
     pieces = route_pieces(table)
@@ -78,7 +96,7 @@ def learn(table: PacketTable, method: Method = "auto") -> Learnt:
         warnings.append(
             "the model predicts the held-out rows worse than their mean delay does: record more, at a higher rate"
         )
-    return Learnt(model, explained, followed, warnings)
+    return PathFit(model, explained, followed, warnings)
 
 
 def _with_method(table: PacketTable, method: Method) -> PathModel:
@@ -180,7 +198,7 @@ def peak_rate_bps(at_ns: Ints, num_bytes: Ints) -> float:
     # The packet that opens the interval left the link before it.
     span_ns = np.maximum(at[behind - 1] - at, 1)
     carried = total[behind] - total[np.arange(len(at)) + 1]
-    whole = span_ns >= PEAK_NS * 0.8
+    whole = span_ns >= PEAK_NS * WHOLE
     if not whole.any():
         return float(total[-1]) * 8e9 / max(1, int(at[-1] - at[0]))
     return float((carried[whole] * 8e9 / span_ns[whole]).max())
@@ -191,7 +209,7 @@ def pair_rate_bps(sent: Ints, size: Ints, rtt: Ints) -> float | None:
     if len(sent) < 2:
         return None
     apart_ns, spaced_ns, later = np.diff(sent), np.diff(sent + rtt), size[1:]
-    close = (spaced_ns > 0) & (apart_ns * 10 < spaced_ns)
+    close = (spaced_ns > 0) & (apart_ns * BACK_TO_BACK < spaced_ns)
     rates = later[close] * 8e9 / spaced_ns[close]
     if len(rates) < MIN_PAIRS:
         return None
@@ -200,12 +218,12 @@ def pair_rate_bps(sent: Ints, size: Ints, rtt: Ints) -> float | None:
 
 
 def _before_losses(table: PacketTable, queue_bytes: Floats) -> float | None:
-    """The queue that the last packet before each loss met, at the ninth decile; None without losses."""
+    """The queue that the last packet before each loss met, at FULL_PERCENTILE; None without losses."""
     lost = np.flatnonzero(table.lost)
     index = np.cumsum(~table.lost) - 1
     before = index[lost]
     before = before[before >= 0]
-    return float(np.percentile(queue_bytes[before], 90)) if len(before) else None
+    return float(np.percentile(queue_bytes[before], FULL_PERCENTILE)) if len(before) else None
 
 
 # ---- cross traffic -------------------------------------------------------------------------------------------------
@@ -226,7 +244,7 @@ def with_cross(model: PathModel, table: PacketTable) -> PathModel:
     known = busy_ns >= BUSY_SHARE * WINDOW_NS
     cross = np.zeros(num)
     cross[known] = crossed[known] * 8e9 / busy_ns[known]
-    cross = np.where(known, np.minimum(cross, 2 * model.capacity_bps), 0.0)
+    cross = np.where(known, np.minimum(cross, MOST_CROSS * model.capacity_bps), 0.0)
     filled = _held(cross, known)
     left = np.maximum(0.0, model.capacity_bps - own_bps)  # an idle queue bounds it from above
     cross = np.where(known, cross, np.minimum(filled, left))
@@ -266,7 +284,7 @@ def predicted_rtts(model: PathModel, table: PacketTable, *, ahead: bool = False)
             np.full(end - first, cross[window[first]]),
             capacity_bps=model.capacity_bps,
             rtt_ns=model.rtt_ns,
-            buffer_bytes=model.buffer_bytes * 1.05,
+            buffer_bytes=model.buffer_bytes * BUFFER_MARGIN,
             first_queue_bytes=queue,
         )
     return rtts
@@ -280,7 +298,7 @@ def _explained(model: PathModel, table: PacketTable, *, ahead: bool) -> float | 
     rtts = predicted_rtts(model, table, ahead=ahead)
     both = ~table.lost & (rtts != LOST)
     true = table.rtt_ns[both].astype(np.float64)
-    if len(true) < 2 or true.std() < 0.005 * true.mean():
+    if len(true) < 2 or true.std() < LEAST_VARIATION * true.mean():
         return None
     return 1.0 - float(((rtts[both] - true) ** 2).mean() / true.var())
 
@@ -290,7 +308,7 @@ def _limits(table: PacketTable, model: PathModel) -> list[str]:
     said = []
     if model.capacity_is_bound:
         flight = _in_flight(table)
-        steady = len(flight) > 20 and np.percentile(flight, 95) < 1.2 * np.median(flight)
+        steady = len(flight) > MIN_FLIGHTS and np.percentile(flight, 95) < STEADY * np.median(flight)
         held = f"its TCP window or its own rate limited it to {np.median(flight) / 1e3:.0f} KB in flight"
         why = held if steady else "no queue was ever seen"
         said.append(
@@ -306,12 +324,12 @@ def _limits(table: PacketTable, model: PathModel) -> list[str]:
 
 
 def _in_flight(table: PacketTable) -> Floats:
-    """Bytes in flight when each packet was sent, of up to 20,000 packets."""
+    """Bytes in flight when each packet was sent, of up to MAX_FLIGHTS packets."""
     arrived = ~table.lost
     sent, size, rtt = (
-        table.sent_ns[arrived][-20_000:],
-        table.num_bytes[arrived][-20_000:],
-        table.rtt_ns[arrived][-20_000:],
+        table.sent_ns[arrived][-MAX_FLIGHTS:],
+        table.num_bytes[arrived][-MAX_FLIGHTS:],
+        table.rtt_ns[arrived][-MAX_FLIGHTS:],
     )
     total = np.cumsum(size)
     done = np.searchsorted(np.maximum.accumulate(sent + rtt), sent, side="right")

@@ -21,10 +21,16 @@ from atlas.ir.replace import write_whole
 from atlas.weather.cell import Floats
 
 VERSION = 3
+"""Of the `.path` file's format."""
 WINDOW_NS = 100_000_000
+"""Cross traffic is constant within such a window."""
 MAX_WINDOWS = 10_000_000
+"""Of one model: 11 days."""
 MAX_FILE_BYTES = 256 << 20
+MAX_VALUE = 1e18
+"""Of a constant, or of cross traffic, in its unit; a larger one is an error in the file."""
 MAX_RIVALS = 16
+"""Competing flows of one path."""
 MAX_RATIO = 2.0
 """A link's `pair_gbps` and a model's capacity may differ by this factor."""
 
@@ -109,7 +115,7 @@ def load_model(path: Path, key: str = "model") -> PathModel:
         raise bad(version, f"is a path model of another version; this release reads version {VERSION}")
     for name in ("capacity_bps", "rtt_ns", "buffer_bytes"):
         value = meta.get(name)
-        if not isinstance(value, int | float) or not math.isfinite(value) or not 0 < value <= 1e18:
+        if not isinstance(value, int | float) or not math.isfinite(value) or not 0 < value <= MAX_VALUE:
             raise bad(value, f"{name} must be a positive finite number")
     rivals = meta.get("rivals")
     if not isinstance(rivals, int) or isinstance(rivals, bool) or not 0 <= rivals <= MAX_RIVALS:
@@ -122,7 +128,7 @@ def load_model(path: Path, key: str = "model") -> PathModel:
         raise bad(len(cross), f"must have 1 to {MAX_WINDOWS:,} windows")
     if gap.all():
         raise bad(None, "has no recorded window")
-    if wrong := np.flatnonzero(~(np.isfinite(cross) & (cross >= 0) & (cross <= 1e18))).tolist():
+    if wrong := np.flatnonzero(~(np.isfinite(cross) & (cross >= 0) & (cross <= MAX_VALUE))).tolist():
         raise bad(float(cross[wrong[0]]), f"cross traffic of window {wrong[0]} must be finite and not negative")
     if meta.get("window_ns") != WINDOW_NS:
         raise bad(meta.get("window_ns"), f"windows must have {WINDOW_NS} ns")

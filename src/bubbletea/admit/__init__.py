@@ -1,9 +1,9 @@
 """Admission: place a prompt's prefill in the bubbles of one datacenter, or return at once when it would fit.
 
     from bubbletea.admit.decide import admit, advance, cancel, complete, late, reforecast
-    from bubbletea.admit.state import State
+    from bubbletea.admit.state import AdmissionState
 
-    state = State(forecast, costs, lanes)          all placements so far; the only thing that changes
+    state = AdmissionState(forecast, costs, lanes) all placements so far; the only thing that changes
     admit(state, request, now_ns)                  Placement, None (offline: in the backlog) or Refusal
     advance(state, now_ns)                         place offline requests in the remaining windows
     cancel(state, request_id, now_ns)              release the part that has not started

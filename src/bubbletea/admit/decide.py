@@ -24,7 +24,7 @@ from bubbletea.admit.aims import PLENTY, RETRY_NS
 from bubbletea.admit.fit import FREE
 from bubbletea.admit.queue import QueueCut, again, again_at_any_cost, cut_at, cut_for
 from bubbletea.admit.records import AdmissionRefusal, Placement, PrefillRequest, Reason
-from bubbletea.admit.state import QueueEntry, State, TokenRange
+from bubbletea.admit.state import AdmissionState, QueueEntry, TokenRange
 
 TRIED = 3
 """Lanes on which a placement is computed exactly, best estimates first."""
@@ -53,7 +53,9 @@ class Trial(NamedTuple):
 
 
 # ---- requests ----------------------------------------------------------------------------------------------------
-def admit(state: State, request: PrefillRequest, now_ns: int, kept_ns: int = 0) -> Placement | AdmissionRefusal | None:
+def admit(
+    state: AdmissionState, request: PrefillRequest, now_ns: int, kept_ns: int = 0
+) -> Placement | AdmissionRefusal | None:
     """Place an online request or refuse it at once. None: it is offline and joined the backlog, or it may be late and
     was postponed. `kept_ns`: time of the lanes that is kept for refused requests until they come back; a request that
     would wait, waits behind them."""
@@ -83,7 +85,7 @@ def admit(state: State, request: PrefillRequest, now_ns: int, kept_ns: int = 0) 
     return _commit(state, trial)
 
 
-def refused(state: State, trial: Trial, reason: Reason, fits_at_ns: int, retry_at_ns: int) -> AdmissionRefusal:
+def refused(state: AdmissionState, trial: Trial, reason: Reason, fits_at_ns: int, retry_at_ns: int) -> AdmissionRefusal:
     """With the time that it would keep the lanes busy."""
     lane_ns = trial.own.delivered_ns - trial.own.start_ns
     return AdmissionRefusal(trial.own.request, reason, fits_at_ns, retry_at_ns, lane_ns // len(state.lanes))
@@ -94,7 +96,7 @@ def waits(trial: Trial, now_ns: int) -> bool:
     return trial.own.start_ns > now_ns + POUR_NS
 
 
-def restore(state: State, request: PrefillRequest, now_ns: int, lane: int | None = None) -> Placement | None:
+def restore(state: AdmissionState, request: PrefillRequest, now_ns: int, lane: int | None = None) -> Placement | None:
     """Place an admitted request again, on `lane` or where it is delivered first, even if it misses its deadline. It is
     not charged again. None if no window is long enough for a layer of it."""
     if request.prompt_tokens > state.max_tokens:
@@ -108,21 +110,21 @@ def restore(state: State, request: PrefillRequest, now_ns: int, lane: int | None
     return None if trial is None else _commit(state, trial, charge=False)
 
 
-def _kept_ns(state: State, trial: Trial, patience_ns: int) -> int:
+def _kept_ns(state: AdmissionState, trial: Trial, patience_ns: int) -> int:
     """How long before its deadline a queued request must be done. Short prompts leave the end of the time to their
     deadline to long ones; a prompt that runs longer than that part may use all of it."""
     runs_ns = trial.own.delivered_ns - trial.own.start_ns
     return max(0, round(state.kept * patience_ns) - runs_ns)
 
 
-def refused_by_length(state: State, request: PrefillRequest) -> AdmissionRefusal | None:
+def refused_by_length(state: AdmissionState, request: PrefillRequest) -> AdmissionRefusal | None:
     """Refusals that follow from the number of tokens alone."""
     if not state.lanes:
         return AdmissionRefusal(request, "no-lane")
     return AdmissionRefusal(request, "too-long") if request.prompt_tokens > state.max_tokens else None
 
 
-def quote(state: State, request: PrefillRequest, now_ns: int) -> Trial | None:
+def quote(state: AdmissionState, request: PrefillRequest, now_ns: int) -> Trial | None:
     """The placement that delivers first, or within the goal; does not change the state. None if no window is long
     enough for a layer of it."""
     best: Trial | None = None
@@ -144,7 +146,7 @@ Choice = tuple[int, Sequence[int]]
 """A lane, and sizes of chunks to try on it."""
 
 
-def _candidates(state: State, request: PrefillRequest, now_ns: int) -> list[Choice]:
+def _candidates(state: AdmissionState, request: PrefillRequest, now_ns: int) -> list[Choice]:
     """Lanes to compute exactly: those that would finish first, or those the goal selects; and one with the longest
     prefix."""
     if state.aims.goal_s is not None:
@@ -159,7 +161,7 @@ def _candidates(state: State, request: PrefillRequest, now_ns: int) -> list[Choi
     return chosen
 
 
-def _aimed(state: State, request: PrefillRequest, now_ns: int) -> list[Choice]:
+def _aimed(state: AdmissionState, request: PrefillRequest, now_ns: int) -> list[Choice]:
     """The lane that delivers first, if that is within the goal. If none is but some meet the deadline: the slowest of
     those. Assumes that the request is placed at the end of each lane's queue."""
     assert state.aims.goal_s is not None
@@ -173,7 +175,7 @@ def _aimed(state: State, request: PrefillRequest, now_ns: int) -> list[Choice]:
     return [(lane, (chunk,)) for lane, chunk, _ in found[:1]]
 
 
-def _delivered(state: State, request: PrefillRequest, lanes: Ints, now_ns: int) -> list[list[int]]:
+def _delivered(state: AdmissionState, request: PrefillRequest, lanes: Ints, now_ns: int) -> list[list[int]]:
     """(lane, chunk, time), computed exactly, earliest delivery first."""
     where = (state.tracks, state.workers, state.first_layer, lanes)
     out, chunks = np.empty((len(lanes), 3), np.int64), np.array(state.chunks, np.int64)
@@ -183,7 +185,9 @@ def _delivered(state: State, request: PrefillRequest, lanes: Ints, now_ns: int) 
     return found
 
 
-def _ranked(state: State, request: PrefillRequest, now_ns: int, count: int) -> tuple[Ints, NDArray[np.float64]]:
+def _ranked(
+    state: AdmissionState, request: PrefillRequest, now_ns: int, count: int
+) -> tuple[Ints, NDArray[np.float64]]:
     """The `count` lanes that would finish first, best first, and estimates of when."""
     best, when = np.empty(count, np.int64), np.empty(count)
     where = (state.tracks, state.workers, state.first_layer, state.leaders)
@@ -192,7 +196,9 @@ def _ranked(state: State, request: PrefillRequest, now_ns: int, count: int) -> t
     return best[:found], when[:found]
 
 
-def _tried(state: State, lane: int, request: PrefillRequest, chunk: int, now_ns: int, in_turn: bool) -> Trial | None:
+def _tried(
+    state: AdmissionState, lane: int, request: PrefillRequest, chunk: int, now_ns: int, in_turn: bool
+) -> Trial | None:
     """The request on one lane, by urgency or after all others; None if another request would miss its deadline."""
     cached = state.cache.tokens(lane, request.block_hashes, request.prompt_tokens - 1)
     wanted = TokenRange(
@@ -214,7 +220,7 @@ def _even(tokens: int, chunk: int) -> int:
     return -(-tokens // -(-tokens // chunk))
 
 
-def _commit(state: State, trial: Trial, *, charge: bool = True) -> Placement:
+def _commit(state: AdmissionState, trial: Trial, *, charge: bool = True) -> Placement:
     request = trial.own.request
     state.put(trial.lane, trial.entries, trial.track)
     state.enter(request, trial.lane)
@@ -224,7 +230,7 @@ def _commit(state: State, trial: Trial, *, charge: bool = True) -> Placement:
 
 
 # ---- events ------------------------------------------------------------------------------------------------------
-def advance(state: State, now_ns: int) -> Changes:
+def advance(state: AdmissionState, now_ns: int) -> Changes:
     """Place postponed requests where windows are ample, and offline requests on lanes that are about to become idle."""
     poured, left = _taken_up(state, now_ns), list[PrefillRequest]()
     while len(state.backlog) and (lane := state.emptiest(now_ns + POUR_NS)) is not None:
@@ -240,7 +246,7 @@ def advance(state: State, now_ns: int) -> Changes:
     return tuple(poured)
 
 
-def _taken_up(state: State, now_ns: int) -> list[Placement]:
+def _taken_up(state: AdmissionState, now_ns: int) -> list[Placement]:
     """Placed as offline work: all other requests go first."""
     taken, postponed = [], state.postponed
     while len(postponed) and now_ns >= postponed.look_ns:
@@ -254,14 +260,14 @@ def _taken_up(state: State, now_ns: int) -> list[Placement]:
     return taken
 
 
-def _plenty(state: State, trial: Trial, now_ns: int) -> bool:
+def _plenty(state: AdmissionState, trial: Trial, now_ns: int) -> bool:
     """Whether a lane runs a prompt nearly as fast as without training."""
     lane = state.lanes[trial.lane]
     alone_ns = state.costs[lane.dc].prompt_ns(trial.own.request.prompt_tokens) / len(lane.workers)
     return trial.own.delivered_ns <= now_ns + PLENTY * alone_ns
 
 
-def cancel(state: State, request_id: str, now_ns: int) -> Changes:
+def cancel(state: AdmissionState, request_id: str, now_ns: int) -> Changes:
     """Release the part that has not started; the rest stays until it is complete. Later requests move up."""
     if request_id not in state.lane_of:
         if not state.postponed.remove(request_id):
@@ -278,7 +284,7 @@ def cancel(state: State, request_id: str, now_ns: int) -> Changes:
     return _moved(state, lane, cut, now_ns)
 
 
-def withdraw(state: State, request_id: str, now_ns: int) -> None:
+def withdraw(state: AdmissionState, request_id: str, now_ns: int) -> None:
     """Remove a request that no worker runs any more."""
     cancel(state, request_id, now_ns)
     lane = state.lane_of.get(request_id)
@@ -287,7 +293,7 @@ def withdraw(state: State, request_id: str, now_ns: int) -> None:
         state.leave(request_id)
 
 
-def late(state: State, request_id: str, token: int, now_ns: int) -> Changes:
+def late(state: AdmissionState, request_id: str, token: int, now_ns: int) -> Changes:
     """A request got only as far as `token`: its rest is placed again, after every other request that has started,
     later parts of it too, which need the KV of this one. Nothing changes if no window is long enough for it."""
     lane = state.lane_of[request_id]
@@ -312,7 +318,7 @@ def late(state: State, request_id: str, token: int, now_ns: int) -> Changes:
     return tuple(state.placement(name) for name in dict.fromkeys(e.request.id for e in (own, *moved.entries)))
 
 
-def complete(state: State, request_id: str, now_ns: int) -> Changes:
+def complete(state: AdmissionState, request_id: str, now_ns: int) -> Changes:
     """Its KV was delivered: remove it; later requests may reuse its blocks."""
     lane = state.lane_of[request_id]
     request = next(entry.request for entry in state.queues[lane] if entry.request.id == request_id)
@@ -322,7 +328,7 @@ def complete(state: State, request_id: str, now_ns: int) -> Changes:
     return ()
 
 
-def reforecast(state: State, now_ns: int) -> Changes:
+def reforecast(state: AdmissionState, now_ns: int) -> Changes:
     """The forecast has changed: everything that has not started is placed again in the current windows."""
     state.rebuild()
     changes: list[Placement] = []
@@ -333,7 +339,7 @@ def reforecast(state: State, now_ns: int) -> Changes:
     return tuple(changes)
 
 
-def _moved(state: State, lane: int, cut: QueueCut, now_ns: int) -> Changes:
+def _moved(state: AdmissionState, lane: int, cut: QueueCut, now_ns: int) -> Changes:
     """Places the entries after a cut again."""
     moved = again_at_any_cost(state, lane, cut.rest, cut.track, now_ns)
     state.put(lane, [*cut.head, *moved.entries], moved.track)

@@ -20,6 +20,7 @@ FREE, HELD, OUT, CLEAR = 0, 1, 2, 3
 """Rows of a Track [4, stages]: accelerator free at; bytes of KV held; until (the last one copied to the host by then);
 network clear of KV at."""
 NEVER = 2**62
+"""A time, in nanoseconds, that does not come."""
 Numbers = Ints | NDArray[np.float64]
 COLUMNS = 7
 """Of a slice: worker, start, end, first layer, end layer, first token, end token."""

@@ -16,10 +16,10 @@ import numpy as np
 from atlas.errors import AtlasError
 from atlas.ir.program import Ints
 from bubbletea.admit.records import PrefillLane
+from bubbletea.constants import GIB
 from bubbletea.costs import PrefillCosts
 from bubbletea.windows.bubbles import Pattern
 
-GIB = 2**30
 KV_TOKENS = 16_384
 """Length of the prompt whose KV must fit on a lane beside weights and workspace."""
 

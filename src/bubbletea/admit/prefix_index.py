@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 
 BLOCK_TOKENS = 512
+"""As in Mooncake's traces, whose blocks are identified by hashes (`sim.traces`)."""
 
 
 def block_hashes(tokens: Sequence[int], salt: bytes, block: int = BLOCK_TOKENS) -> tuple[bytes, ...]:

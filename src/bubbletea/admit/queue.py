@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from atlas.ir.program import Ints
 from bubbletea.admit.fit import NEVER
-from bubbletea.admit.state import LEAD_NS, QueueEntry, State
+from bubbletea.admit.state import LEAD_NS, AdmissionState, QueueEntry
 
 
 class QueueCut(NamedTuple):
@@ -21,12 +21,12 @@ class QueueCut(NamedTuple):
     track: Ints
 
 
-class Again(NamedTuple):
+class PlacedQueue(NamedTuple):
     entries: list[QueueEntry]
     track: Ints
 
 
-def cut_for(state: State, lane: int, urgency: tuple[bool, float], now_ns: int) -> QueueCut:
+def cut_for(state: AdmissionState, lane: int, urgency: tuple[bool, float], now_ns: int) -> QueueCut:
     """Before everything that has not started and is less urgent."""
     queue, soon_ns = state.queues[lane], now_ns + LEAD_NS
     at = len(queue)
@@ -39,7 +39,7 @@ def cut_for(state: State, lane: int, urgency: tuple[bool, float], now_ns: int) -
     return QueueCut(queue[:at], queue[at:], queue[at].before if at < len(queue) else state.track(lane))
 
 
-def cut_at(state: State, lane: int, request_id: str, now_ns: int) -> QueueCut:
+def cut_at(state: AdmissionState, lane: int, request_id: str, now_ns: int) -> QueueCut:
     """The queue without the part of one request that has not started. Two parts of another request that it had
     separated are joined."""
     queue = state.queues[lane]
@@ -53,7 +53,7 @@ def cut_at(state: State, lane: int, request_id: str, now_ns: int) -> QueueCut:
     return QueueCut([*queue[:at], parts[0]], others, parts[2])
 
 
-def again(state: State, lane: int, rest: list[QueueEntry], track: Ints, now_ns: int) -> Again | None:
+def again(state: AdmissionState, lane: int, rest: list[QueueEntry], track: Ints, now_ns: int) -> PlacedQueue | None:
     """Places entries again after a Track, in their order; None if one would miss its deadline."""
     entries = []
     for entry in rest:
@@ -61,10 +61,12 @@ def again(state: State, lane: int, rest: list[QueueEntry], track: Ints, now_ns: 
         if moved is None or moved.delivered_ns > _promised_ns(entry):
             return None
         entries.append(moved)
-    return Again(entries, track)
+    return PlacedQueue(entries, track)
 
 
-def again_at_any_cost(state: State, lane: int, rest: list[QueueEntry], track: Ints, now_ns: int) -> Again:
+def again_at_any_cost(
+    state: AdmissionState, lane: int, rest: list[QueueEntry], track: Ints, now_ns: int
+) -> PlacedQueue:
     """As `again`, but deadlines may be missed.
 
     Windows change: all of them may now be too short for a layer of an entry. It then keeps its placement, and is tried
@@ -73,10 +75,12 @@ def again_at_any_cost(state: State, lane: int, rest: list[QueueEntry], track: In
     for entry in rest:
         moved, track = _refitted(state, lane, entry, track, now_ns)
         entries.append(moved or entry)
-    return Again(entries, track)
+    return PlacedQueue(entries, track)
 
 
-def _refitted(state: State, lane: int, entry: QueueEntry, track: Ints, now_ns: int) -> tuple[QueueEntry | None, Ints]:
+def _refitted(
+    state: AdmissionState, lane: int, entry: QueueEntry, track: Ints, now_ns: int
+) -> tuple[QueueEntry | None, Ints]:
     floor_ns = max(now_ns, entry.floor_ns) if entry.start_ns >= now_ns else entry.floor_ns
     return state.fitted(lane, entry.wanted, track, floor_ns)
 
@@ -92,7 +96,7 @@ def _promised_ns(entry: QueueEntry) -> int:
 
 
 def _parted(
-    state: State, lane: int, entry: QueueEntry, soon_ns: int, now_ns: int
+    state: AdmissionState, lane: int, entry: QueueEntry, soon_ns: int, now_ns: int
 ) -> tuple[QueueEntry, QueueEntry, Ints] | None:
     """Splits an entry after the last chunk that has started: (started, rest, Track between); None if all has."""
     token = entry.kept(soon_ns)

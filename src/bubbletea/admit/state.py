@@ -83,7 +83,7 @@ class QueueEntry:
         return (*range(self.first_token + self.chunk, self.end_token, self.chunk), self.end_token)
 
 
-class State:
+class AdmissionState:
     """Lanes, their placements, and waiting requests."""
 
     def __init__(
@@ -216,11 +216,6 @@ class State:
         """Reads the forecast's current windows."""
         self.arrays = worker_arrays(self)
 
-    @property
-    def num_waiting(self) -> int:
-        """Requests placed and not complete, those postponed and the backlog."""
-        return len(self.lane_of) + len(self.postponed) + len(self.backlog)
-
     def _max_tokens(self) -> int:
         """The longest prompt whose KV some lane has room for."""
         per_token = np.maximum(1, np.diff(self.first_layer, axis=1)) * self.arrays.kv_bytes
@@ -228,7 +223,7 @@ class State:
         return int(most.min(axis=1).max())
 
 
-def worker_arrays(state: State) -> WorkerArrays:
+def worker_arrays(state: AdmissionState) -> WorkerArrays:
     """Forecast, network and costs as the arrays that `fit` works on."""
     pattern, costs = state.forecast.pattern, state.costs
     start, end = state.forecast.spans()

@@ -34,7 +34,7 @@ log = logging.getLogger("bubbletea.decode")
 
 
 @dataclass
-class _Running:
+class _DecodeRun:
     cache: dict[int, KvSlab]
     prompt: Sequence[int]
     length: int
@@ -54,8 +54,8 @@ class DecodeEngine:
         self.served = served
         self._num_threads = 1 if served.config.width <= NARROW else torch.get_num_threads()
         self._decoder = load_whole(served)
-        self._new: queue.SimpleQueue[_Running | None] = queue.SimpleQueue()
-        self._running: deque[_Running] = deque()
+        self._new: queue.SimpleQueue[_DecodeRun | None] = queue.SimpleQueue()
+        self._running: deque[_DecodeRun] = deque()
         self._thread = threading.Thread(target=self._loop, daemon=True, name="bubbletea decode")
         self._thread.start()
 
@@ -63,10 +63,6 @@ class DecodeEngine:
     def thread_id(self) -> int:
         """The kernel's."""
         return self._thread.native_id or 0
-
-    @property
-    def num_running(self) -> int:
-        return len(self._running)
 
     def submit(
         self,
@@ -77,7 +73,7 @@ class DecodeEngine:
         on_token: OnToken,
     ) -> Callable[[], None]:
         """Decodes after a prompt whose last logits are given. Returns a function that cancels it."""
-        running = _Running(cache, prompt, len(prompt), logits_V, sampling, on_token, sampling.generator())
+        running = _DecodeRun(cache, prompt, len(prompt), logits_V, sampling, on_token, sampling.generator())
         self._new.put(running)
         return running.cancelled.set
 
@@ -97,7 +93,7 @@ class DecodeEngine:
             if not running.cancelled.is_set() and self._stepped(running):
                 self._running.append(running)
 
-    def _stepped(self, running: _Running) -> bool:
+    def _stepped(self, running: _DecodeRun) -> bool:
         """An error of one request must not end the thread."""
         try:
             return self._step(running)
@@ -106,7 +102,7 @@ class DecodeEngine:
             running.on_token(*FAILED)
             return False
 
-    def _step(self, running: _Running) -> bool:
+    def _step(self, running: _DecodeRun) -> bool:
         """Computes one token; returns whether there are more."""
         if running.output:
             token = torch.tensor([[running.output[-1]]])
@@ -118,7 +114,7 @@ class DecodeEngine:
         running.on_token(chosen, why)
         return why is None
 
-    def _why_last(self, running: _Running, token: int) -> str | None:
+    def _why_last(self, running: _DecodeRun, token: int) -> str | None:
         sampling, count = running.sampling, len(running.output)
         if token in sampling.stop_tokens and count > sampling.min_tokens:
             return "stop"

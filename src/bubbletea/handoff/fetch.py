@@ -25,10 +25,11 @@ if TYPE_CHECKING:
 PATIENCE_S = 10.0
 """Longest time without data from the other side."""
 MAX_READ_BYTES = 1 << 36
+"""Of all blocks that one fetch reads by NIXL, for which memory is allocated at once: 64 GiB."""
 
 
 @dataclass(frozen=True)
-class Caller:
+class EngineIdentity:
     """Who fetches, and how it proves that it may."""
 
     token: str
@@ -40,6 +41,7 @@ class Caller:
     """Read keys and values by NIXL from workers that have it too."""
 
     def security(self) -> Security:
+        # Only here: without certificates, the connector loads none of atlas.wan into vLLM's process.
         from atlas.wan.security.credentials import Credentials, Security
 
         return Security(Credentials.of_folder(Path(self.certs), self.name), ())
@@ -48,7 +50,7 @@ class Caller:
 class Fetcher(Closing):
     """A connection to one worker; not thread-safe, but another thread may `close` it."""
 
-    def __init__(self, host: str, port: int, caller: Caller, peer: str = "") -> None:
+    def __init__(self, host: str, port: int, caller: EngineIdentity, peer: str = "") -> None:
         """`peer`: the name in the certificate of the other side; empty: the connection is not encrypted."""
         self._by_nixl = caller.by_nixl
         sock = socket.create_connection((host, port), timeout=PATIENCE_S)
@@ -128,8 +130,8 @@ class Fetcher(Closing):
         self._sock.close()
 
 
-def _secured(sock: socket.socket, caller: Caller, peer: str) -> FrameSocket:
-    from bubbletea.prefill.tls import secured
+def _secured(sock: socket.socket, caller: EngineIdentity, peer: str) -> FrameSocket:
+    from bubbletea.prefill.tls import secured  # imports atlas.wan, see `EngineIdentity.security`
 
     if not caller.certs:
         raise WorkerError(f"{peer} needs certificates: name their folder in `certs`, and this node in `name`")

@@ -20,20 +20,20 @@ from torch import Tensor
 
 from atlas.errors import WorkerError
 from atlas.runtime.models.block import KvSlab
+from bubbletea.constants import MIB
 from bubbletea.kv_blocks import KvBlock, reach
 from bubbletea.kv_server import WantedBlocks
 from bubbletea.prefill.shard import Served
 
 KEEP_S = 60.0
 """A handed-off parcel that is not fetched within this time is dropped."""
-MIB = 1 << 20
 DIVIDED = 0.25
 """The share of the budget that is divided among the tenants by weight and reserved for each."""
 
 
 @dataclass
 class Parcel:
-    """One prompt's keys and values: `slabs` by layer, [2, K, room, E]; none if they are at the workers."""
+    """One prompt's keys and values: `slabs` by layer, [2, K, num_tokens, E]; none if they are at the workers."""
 
     ticket: str
     model: str
@@ -162,13 +162,13 @@ class KvStore:
         return math.inf
 
     def reserve(
-        self, ticket: str, length: int, room: int, tenant: str = "", *, at_workers: bool = False
+        self, ticket: str, length: int, num_tokens: int, tenant: str = "", *, at_workers: bool = False
     ) -> Parcel | None:
-        """For a prompt of `length` tokens and `room` tokens in all; None if there is not enough memory."""
-        if not self.has_room(room, tenant, is_promised=True):
+        """For a prompt of `length` tokens and `num_tokens` in all; None if there is not enough memory."""
+        if not self.has_room(num_tokens, tenant, is_promised=True):
             return None
-        config, size = self.served.config, self.bytes_of(room)
-        shape = (2, config.num_kv_heads, room, config.head_width)
+        config, size = self.served.config, self.bytes_of(num_tokens)
+        shape = (2, config.num_kv_heads, num_tokens, config.head_width)
         layers = range(config.num_layers)
         slabs = [] if at_workers else [torch.empty(shape, dtype=self.served.torch_dtype) for _ in layers]
         parcel = Parcel(ticket, self.served.id, length, slabs, size, tenant, _arrived=[set() for _ in layers])

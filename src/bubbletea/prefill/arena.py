@@ -18,12 +18,16 @@ import torch
 from torch import Tensor
 
 from atlas.errors import InfeasibleError
+from bubbletea.constants import MIB
 
 ALIGN = 256
+"""Bytes: as the addresses that CUDA allocates, so that kernels can use their widest loads."""
+WORKSPACE_BYTES = 512 * MIB
+"""Of a worker, unless its service says otherwise: for temporaries of a running slice."""
 
 
 @dataclass(frozen=True)
-class Room:
+class Allocation:
     """A contiguous part of an arena; returned with `Arena.free`."""
 
     start: int
@@ -46,21 +50,21 @@ class Arena:
         return sum(end - start for start, end in self._free)
 
     def clear(self) -> None:
-        """Frees all rooms: nothing may use them any more."""
+        """Frees all allocations: nothing may use them any more."""
         self._free = [(0, self.num_bytes)]
 
-    def take(self, num_bytes: int) -> Room | None:
+    def take(self, num_bytes: int) -> Allocation | None:
         """The first free part that is long enough; None if there is none."""
         needed = aligned(num_bytes)
         for index, (start, end) in enumerate(self._free):
             if end - start >= needed:
                 self._free[index : index + 1] = [(start + needed, end)] if end - start > needed else []
-                return Room(start, needed)
+                return Allocation(start, needed)
         return None
 
-    def require(self, num_bytes: int, what: str) -> Room:
-        room = self.take(num_bytes)
-        if room is None:
+    def require(self, num_bytes: int, what: str) -> Allocation:
+        allocation = self.take(num_bytes)
+        if allocation is None:
             raise InfeasibleError(
                 where="prefill arena",
                 key="arena_bytes",
@@ -68,25 +72,27 @@ class Arena:
                 rule=f"{what} needs {num_bytes} bytes and {self.free_bytes} are free",
                 remedy="Raise --arena-mib of `bubbletea serve`, or split the model over more workers",
             )
-        return room
+        return allocation
 
-    def free(self, room: Room) -> None:
-        insort(self._free, (room.start, room.start + room.num_bytes))
+    def free(self, allocation: Allocation) -> None:
+        insort(self._free, (allocation.start, allocation.start + allocation.num_bytes))
         merged: list[tuple[int, int]] = []
         for start, end in self._free:
             if merged and merged[-1][1] >= start:
-                assert merged[-1][1] == start, "room was given back twice"
+                assert merged[-1][1] == start, "an allocation was freed twice"
                 merged[-1] = (merged[-1][0], end)
             else:
                 merged.append((start, end))
         self._free = merged
 
-    def tensors(self, room: Room, dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
-        """Views of a room, one after the other."""
-        found, at = list[Tensor](), room.start
+    def tensors(self, allocation: Allocation, dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
+        """Views of an allocation, one after the other."""
+        found, at = list[Tensor](), allocation.start
         for shape in shapes:
             size = math.prod(shape) * dtype.itemsize
-            assert at + size <= room.start + room.num_bytes, "a room is smaller than what is put into it"
+            assert at + size <= allocation.start + allocation.num_bytes, (
+                "an allocation is smaller than what is put into it"
+            )
             found.append(self._memory[at : at + size].view(dtype).view(shape))
             at += aligned(size)
         return found

@@ -29,10 +29,11 @@ if TYPE_CHECKING:
     from bubbletea.prefill.service_link import ServiceLink
 
 LANE = 0
+"""Of the transport: activations of prefill have a channel to themselves."""
 
 
 @dataclass
-class _Offer:
+class _OfferedTask:
     task: PrefillTask
     tokens: Sequence[int]
     cached: Sequence[Tensor]
@@ -77,9 +78,9 @@ class PrefillEngine:
         """Most tokens of a piece of several prompts; 0: every piece is of one prompt."""
         self._staging = Staging(shard.arena.device)
         self._lock = threading.Lock()
-        self._offers: dict[tuple[int, int], _Offer] = {}
+        self._offers: dict[tuple[int, int], _OfferedTask] = {}
         self._dropped: set[tuple[int, int]] = set()
-        self._gone: list[_Offer] = []
+        self._gone: list[_OfferedTask] = []
         """Dropped; their memory is freed on the device's thread."""
         self.changed = threading.Event()
         """Set when there may be a new piece to run. A thread that waits for it clears it before it looks for one."""
@@ -91,7 +92,7 @@ class PrefillEngine:
         if why:
             self.outlet.failed(task, why)
             return
-        offer = _Offer(task, tokens, cached)
+        offer = _OfferedTask(task, tokens, cached)
         if task.stage:
             assert self.transport is not None, "a stage behind another needs a transport"
             before = task.peers[task.stage - 1][0]
@@ -115,10 +116,6 @@ class PrefillEngine:
             self._offers.clear()
             self._dropped.clear()
         self.changed.set()
-
-    @property
-    def num_tasks(self) -> int:
-        return len(self._offers)
 
     # ---- on the device's thread --------------------------------------------------------------------------------
     def step(self, begin: Begin, fits: Callable[[PrefillPiece], bool] = lambda piece: True) -> BegunPiece | None:
@@ -162,7 +159,7 @@ class PrefillEngine:
         for out in flight.outs:
             self._pass_on(*out)
 
-    def _batch(self, lead: _Offer, fits: Callable[[PrefillPiece], bool]) -> list[_Offer]:
+    def _batch(self, lead: _OfferedTask, fits: Callable[[PrefillPiece], bool]) -> list[_OfferedTask]:
         """It, and other prompts that wait for the same layer, up to `batch_tokens`. All of them are delivered when the
         last of them would be without a batch, so that must be before the deadline of each."""
         assert lead.job is not None
@@ -183,7 +180,7 @@ class PrefillEngine:
             pieces.append(job.piece)
         return found
 
-    def _launch(self, offers: Sequence[_Offer], begin: Begin) -> BegunPiece:
+    def _launch(self, offers: Sequence[_OfferedTask], begin: Begin) -> BegunPiece:
         jobs, pieces = [offer.job for offer in offers if offer.job is not None], list[PrefillPiece]()
         for offer, job in zip(offers, jobs, strict=True):
             pieces.append(job.next_piece)
@@ -213,12 +210,12 @@ class PrefillEngine:
         data = out().contiguous().view(torch.uint8).numpy()
         self.transport.send(key, data, what=f"activations of prefill {task.job}")
 
-    def _next(self) -> _Offer | None:
+    def _next(self) -> _OfferedTask | None:
         """The earliest due task that has memory and input."""
         self._forget_dropped()
         return next(self._runnable(), None)
 
-    def _runnable(self) -> Iterator[_Offer]:
+    def _runnable(self) -> Iterator[_OfferedTask]:
         """Tasks that have memory and input, the earliest due first. Those without memory get some if there is any."""
         with self._lock:
             offers = sorted(self._offers.values(), key=lambda o: (o.task.due_ns, o.task.job))
@@ -229,16 +226,16 @@ class PrefillEngine:
             if offer.job is not None and self._ready(offer):
                 yield offer
 
-    def _begin(self, offer: _Offer) -> bool:
+    def _begin(self, offer: _OfferedTask) -> bool:
         task = offer.task
-        room = self.shard.arena.take(self._job_bytes(task))
-        if room is None:
+        allocation = self.shard.arena.take(self._job_bytes(task))
+        if allocation is None:
             return False
-        offer.job = PrefillJob(self.shard, task, room, offer.tokens, offer.cached)
+        offer.job = PrefillJob(self.shard, task, allocation, offer.tokens, offer.cached)
         offer.tokens, offer.cached = (), ()
         return True
 
-    def _ready(self, offer: _Offer) -> bool:
+    def _ready(self, offer: _OfferedTask) -> bool:
         assert offer.job is not None
         piece = offer.job.piece
         if piece is None or not offer.job.begins_chunk or not offer.task.stage:
@@ -249,11 +246,11 @@ class PrefillEngine:
             return False
         return handle.done
 
-    def _end(self, offer: _Offer, why: str = "") -> None:
+    def _end(self, offer: _OfferedTask, why: str = "") -> None:
         with self._lock:
             self._offers.pop((offer.task.job, offer.task.attempt), None)
         if offer.job is not None:
-            self.shard.arena.free(offer.job.room)
+            self.shard.arena.free(offer.job.allocation)
             offer.job = None
         if why:
             self.outlet.failed(offer.task, why)
@@ -267,7 +264,7 @@ class PrefillEngine:
             self._gone.clear()
         for offer in gone:
             if offer.job is not None:
-                self.shard.arena.free(offer.job.room)
+                self.shard.arena.free(offer.job.allocation)
 
     def _impossible(self, task: PrefillTask) -> str:
         if not task.is_sound or task.length > self.shard.config.max_length:

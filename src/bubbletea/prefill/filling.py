@@ -37,7 +37,7 @@ class _Begun(NamedTuple):
     at_ns: int
 
 
-class Filling:
+class WaitFilling:
     def __init__(
         self,
         engine: PrefillEngine,

@@ -17,8 +17,8 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-RECENT = 24
-FEW = 3
+RECENT, FEW = 24, 3
+"""Observed waits of an op: the most that are kept, and the fewest to predict by."""
 DOUBT = 0.9
 """Share of the schedule's value, and of the first waits, that is used until FEW waits were observed."""
 

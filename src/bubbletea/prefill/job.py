@@ -17,7 +17,7 @@ from torch import Tensor
 
 from atlas.runtime.models.block import KvSlab
 from bubbletea.costs import grain_of
-from bubbletea.prefill.arena import Room
+from bubbletea.prefill.arena import Allocation
 from bubbletea.prefill.shard import ModelShard
 
 
@@ -63,11 +63,6 @@ class PrefillTask:
         )
 
 
-def even_ends(start: int, length: int, chunk: int) -> tuple[int, ...]:
-    """Chunks of `chunk` tokens; the last one may be shorter."""
-    return (*range(start + chunk, length, chunk), length)
-
-
 class PrefillPiece(NamedTuple):
     """One layer of one chunk, or of the part of it that fits into the wait; layer -1: the head."""
 
@@ -79,6 +74,7 @@ class PrefillPiece(NamedTuple):
 
 
 HEAD = -1
+"""The layer of a piece that computes the logits."""
 
 
 class PieceResult(NamedTuple):
@@ -91,14 +87,19 @@ class PieceResult(NamedTuple):
 
 
 class PrefillJob:
-    """Uses `room` of the shard's arena until its owner frees it."""
+    """Uses `allocation` of the shard's arena until its owner frees it."""
 
     def __init__(
-        self, shard: ModelShard, task: PrefillTask, room: Room, tokens: Sequence[int], cached: Sequence[Tensor]
+        self,
+        shard: ModelShard,
+        task: PrefillTask,
+        allocation: Allocation,
+        tokens: Sequence[int],
+        cached: Sequence[Tensor],
     ) -> None:
         """`cached`: keys and values of the tokens before `start`, [2, K, start, E] for every layer of the cut."""
-        self.shard, self.task, self.room = shard, task, room
-        self.slabs, self._x = shard.lay_out(room, task.length, task.widest)
+        self.shard, self.task, self.allocation = shard, task, allocation
+        self.slabs, self._x = shard.lay_out(allocation, task.length, task.widest)
         self._tokens = torch.from_numpy(np.asarray(tokens, np.int64))
         if shard.arena.device.type == "cuda":
             self._tokens = self._tokens.pin_memory()  # a copy from pageable memory would wait for all queued work

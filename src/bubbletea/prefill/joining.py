@@ -15,11 +15,12 @@ from atlas.addresses import is_loopback
 from atlas.errors import WorkerError
 from atlas.wan.security.credentials import Security
 from bubbletea.frames import FrameSocket, greet
-from bubbletea.prefill.meeting import ServicePlace
+from bubbletea.prefill.service_files import ServicePlace
 from bubbletea.prefill.service_link import ServiceLink
 from bubbletea.prefill.tls import secured
 
 CONNECT_S = 5.0
+"""Time limit of a connection to the service."""
 SERVICE = "bubbletea"
 """The service's name in its datacenter: `east/bubbletea`, as in certificates."""
 

@@ -19,7 +19,7 @@ from bubbletea.kv_server import NO_TICKET, WantedBlocks
 
 
 @dataclass
-class _Part:
+class _KeptPart:
     job: tuple[int, int]
     """The number and the attempt of its task."""
     length: int
@@ -31,12 +31,12 @@ class _Part:
 
 
 class KeptParts:
-    """A Holder of `kv_server`."""
+    """A KvHolder of `kv_server`."""
 
     def __init__(self) -> None:
         self.budget_bytes = 0
         """Set by every service that is joined."""
-        self._parts: dict[str, _Part] = {}
+        self._parts: dict[str, _KeptPart] = {}
         self._lock = threading.Lock()
 
     @property
@@ -53,7 +53,7 @@ class KeptParts:
                 del self._parts[leased.pop(0)[1]]
             if self.used_bytes + num_bytes > self.budget_bytes:
                 return False
-            self._parts[ticket] = _Part(job, length, layers, num_bytes)
+            self._parts[ticket] = _KeptPart(job, length, layers, num_bytes)
             return True
 
     def put(self, job: tuple[int, int], block: KvBlock) -> None:
@@ -81,7 +81,7 @@ class KeptParts:
             for part in self._parts.values():
                 part.job = (-1, -1)
 
-    # ---- a Holder ------------------------------------------------------------------------------------------------
+    # ---- a KvHolder ----------------------------------------------------------------------------------------------
     def blocks(self, wanted: WantedBlocks) -> Sequence[KvBlock]:
         with self._lock:
             part = self._parts.get(wanted.ticket)

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from pydantic import TypeAdapter
 
+from bubbletea.constants import SLOWDOWN_BUDGET
 from bubbletea.costs import LayerTime
 from bubbletea.frames import Payload
 from bubbletea.prefill.job import HEAD, PrefillPiece, PrefillTask
@@ -46,7 +47,7 @@ class WorkerOrder:
     """On a paced device: the time of a layer."""
     head_ns: int = 0
     """On a paced device: the time of the head."""
-    budget: float = 0.005
+    budget: float = SLOWDOWN_BUDGET
     """The share by which prefill may slow training."""
     sensitivity: float = 1.0
     """How much longer an iteration becomes if this worker's ops do (`throttle`)."""

@@ -23,7 +23,7 @@ SURPRISE = 3.0
 """A piece slower than predicted by this factor counts only if the previous one was too."""
 
 
-class _Kind(NamedTuple):
+class _PieceKind(NamedTuple):
     """Pieces that use the same kernels; sizes are grouped by powers of two."""
 
     num_new: int
@@ -34,11 +34,11 @@ class _Kind(NamedTuple):
 class PieceTimes:
     """`overhead_ns` of any piece, and `flops_per_ns`: set by `calibrate`."""
 
-    def __init__(self, config: DecoderConfig, overhead_ns: int = 1_000_000, flops_per_ns: float = 1.0) -> None:
+    def __init__(self, config: DecoderConfig) -> None:
         self.config = config
-        self.overhead_ns, self.flops_per_ns = overhead_ns, flops_per_ns
+        self.overhead_ns, self.flops_per_ns = 1_000_000, 1.0
         self._layers = _Ratios()
-        self._kinds: dict[_Kind, _Ratios] = {}
+        self._kinds: dict[_PieceKind, _Ratios] = {}
 
     def predict_ns(self, num_new: int, num_all: int, *, is_head: bool = False) -> int:
         return int(self._plain_ns(num_new, num_all) * self._ratios(num_new, num_all, is_head).slow)
@@ -81,8 +81,8 @@ class PieceTimes:
         return self.overhead_ns + self.flops(num_new, num_all) / self.flops_per_ns
 
 
-def _kind(num_new: int, num_all: int, is_head: bool) -> _Kind:
-    return _Kind(num_new.bit_length(), num_all > num_new, is_head)
+def _kind(num_new: int, num_all: int, is_head: bool) -> _PieceKind:
+    return _PieceKind(num_new.bit_length(), num_all > num_new, is_head)
 
 
 class _Ratios:

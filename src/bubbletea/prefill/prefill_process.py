@@ -43,8 +43,9 @@ from atlas.runtime.device import Paced, Running, Span
 from atlas.runtime.waits import Arrival, Position, SharedDevice, WorkerFacts
 from atlas.wan.security.credentials import Credentials, Security
 from atlas.wan.transport.base import Handle
+from bubbletea.constants import MIB
 from bubbletea.prefill.joining import WorkerIdentity
-from bubbletea.prefill.prefill_worker import MIB, PrefillWorker
+from bubbletea.prefill.prefill_worker import PrefillWorker
 
 T = TypeVar("T")
 log = logging.getLogger("atlas.bubbletea")
@@ -54,6 +55,7 @@ RESTART_S, MAX_RESTARTS, STEADY_S = 1.0, 5, 60.0
 """Pause before the first restart, doubled for each further one, of which there are so many; a process that has lived
 for STEADY_S starts anew."""
 MAX_MESSAGE_BYTES = 64 * 1024
+"""Of JSON; the longest message has the worker's paths of certificates."""
 NAME = "prefill"
 """Of both processes, for `ps` and `top`."""
 

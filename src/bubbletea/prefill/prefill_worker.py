@@ -1,9 +1,9 @@
 """Prefill on one worker: holds a part of the served model, receives tasks from the service of its datacenter, and runs
 them in the worker's waits (`filling`). In the worker's process, or in one beside it (`prefill_process`).
 
-The service may start before or after training, stop, and return with another model. A thread looks
-for it; while there is none, waits are not used. Settings: {"folder": where the service announces itself (`meeting`),
-"memory_mib": reserved at once, before training starts}; or {"address", "token_file"} of a service that is there.
+The service may start before or after training, stop, and return with another model. A thread looks for it; while there
+is none, waits are not used. Settings: {"folder": where the service announces itself (`service_files`), "memory_mib":
+reserved at once, before training starts}; or {"address", "token_file"} of a service that is there.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ from atlas.runtime.device import Span
 from atlas.runtime.waits import Position, SharedDevice, WorkerFacts
 from atlas.wan.transport.endpoint import Endpoint
 from atlas.wan.transport.settings import TransportSettings
+from bubbletea.constants import MIB
 from bubbletea.frames import ClosedError, TokenRefused
 from bubbletea.kv_server import KvServer, KvServerThread
-from bubbletea.prefill.arena import Arena
+from bubbletea.prefill.arena import WORKSPACE_BYTES, Arena
 from bubbletea.prefill.engine import LANE, PrefillEngine
-from bubbletea.prefill.filling import Filling
+from bubbletea.prefill.filling import WaitFilling
 from bubbletea.prefill.guard import Guard
 from bubbletea.prefill.joining import WorkerIdentity, join
 from bubbletea.prefill.kept_parts import KeptParts
-from bubbletea.prefill.meeting import ServicePlace, find
 from bubbletea.prefill.messages import WorkerOrder
 from bubbletea.prefill.piece_times import PieceTimes
+from bubbletea.prefill.service_files import ServicePlace, find
 from bubbletea.prefill.service_link import ServiceLink
 from bubbletea.prefill.shard import ModelShard
 from bubbletea.prefill.throttle import ALONE_FIRST, Throttle
@@ -47,8 +48,7 @@ STREAMS = TransportSettings(max_streams=1)
 AGAIN_S, REFUSED_S = 0.5, 5.0
 """Between two looks for a service; after one that cannot be used."""
 SETTLE_S = 0.01
-MIB = 1 << 20
-WORKSPACE_BYTES = 512 * MIB
+"""Between two looks at whether the last pieces of the earlier service have ended."""
 
 
 class PrefillWorker:
@@ -60,7 +60,7 @@ class PrefillWorker:
         self._transport: Endpoint | None = None
         self._order: WorkerOrder | None = None
         self._arena: Arena | None = None
-        self._filling: Filling | None = None
+        self._filling: WaitFilling | None = None
         self._parts = KeptParts()
         self._kv_server: KvServerThread | None = None
         """Where decode engines fetch what this worker has computed."""
@@ -189,7 +189,7 @@ class PrefillWorker:
         if self._trains:
             # A restarted training does not keep admitted requests waiting for three iterations without prefill.
             throttle = Throttle(order.budget, order.sensitivity, 0 if link.has_baseline else ALONE_FIRST)
-        self._filling = Filling(engine, self._guard, self._device, order.margin_ns, paced_ns, throttle)
+        self._filling = WaitFilling(engine, self._guard, self._device, order.margin_ns, paced_ns, throttle)
         return engine
 
     def _load(self, order: WorkerOrder, link: ServiceLink) -> PrefillEngine:

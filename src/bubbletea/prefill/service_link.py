@@ -46,6 +46,7 @@ from bubbletea.prefill.staging import Staged
 
 log = logging.getLogger("bubbletea.link")
 REPORT_S = 0.05
+"""Between two reports to the service about pieces and waits."""
 MAX_REPORTS = 256
 """Most pieces, and most waits, in one frame."""
 MAX_PENDING_BYTES = 256 << 20

@@ -24,7 +24,7 @@ from atlas.runtime.models.huggingface import read_config
 from atlas.runtime.models.weights import WeightsFolder, fill
 from bubbletea.kv_blocks import DTYPES
 from bubbletea.model_identity import model_id
-from bubbletea.prefill.arena import Arena, Room, aligned
+from bubbletea.prefill.arena import Allocation, Arena, aligned
 
 FOR_ANY_SHAPE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """Attention for prompts of any length: without cuDNN, which compiles a kernel for every new shape."""
@@ -78,8 +78,8 @@ class ModelShard:
         shared = self.config.tied and cut.has_embedding and cut.has_head
         named = {n: p for n, p in decoder.named_parameters() if not (shared and n == TIED_HEAD)}
         self.weights_bytes = sum(aligned(p.numel() * self.dtype.itemsize) for p in named.values())
-        room = arena.require(self.weights_bytes, f"the weights of {len(cut.layers)} layers")
-        memory = arena.tensors(room, self.dtype, *(tuple(p.shape) for p in named.values()))
+        allocation = arena.require(self.weights_bytes, f"the weights of {len(cut.layers)} layers")
+        memory = arena.tensors(allocation, self.dtype, *(tuple(p.shape) for p in named.values()))
         for name, tensor in zip(named, memory, strict=True):
             owner, _, last = name.rpartition(".")
             setattr(decoder.get_submodule(owner), last, nn.Parameter(tensor, requires_grad=False))
@@ -134,9 +134,9 @@ class ModelShard:
         """Arena memory of one prompt: keys and values of all its tokens, activations of a chunk."""
         return sum(aligned(math.prod(shape) * self.dtype.itemsize) for shape in self._shapes(length, chunk))
 
-    def lay_out(self, room: Room, length: int, chunk: int) -> tuple[dict[int, KvSlab], Tensor]:
-        """The slabs by layer and a chunk's activations [1, chunk, D], in a room of `job_bytes`."""
-        kv, x = self.arena.tensors(room, self.dtype, *self._shapes(length, chunk))
+    def lay_out(self, allocation: Allocation, length: int, chunk: int) -> tuple[dict[int, KvSlab], Tensor]:
+        """The slabs by layer and a chunk's activations [1, chunk, D], in an allocation of `job_bytes`."""
+        kv, x = self.arena.tensors(allocation, self.dtype, *self._shapes(length, chunk))
         return {layer: KvSlab(k, v) for layer, (k, v) in zip(self.cut.layers, kv, strict=True)}, x
 
     def _shapes(self, length: int, chunk: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from atlas.wan.security.credentials import Security, require_name
 
 RECORD_BYTES = 1 << 16
+"""Given to OpenSSL at once, while its state is locked: four TLS records."""
 
 
 class TlsSocket:

@@ -25,12 +25,12 @@ STAGED, PASSED = 8, 2
 
 def warm_up(shard: ModelShard, pace: PieceTimes, chunk: int) -> None:
     length = min(2 * chunk, max(chunk, shard.config.max_length))
-    room = shard.arena.take(shard.job_bytes(length, chunk))
-    if room is None:  # then no piece will ever follow a whole chunk
-        length, room = chunk, shard.arena.take(shard.job_bytes(chunk, chunk))
-    if room is None:
+    allocation = shard.arena.take(shard.job_bytes(length, chunk))
+    if allocation is None:  # then no piece will ever follow a whole chunk
+        length, allocation = chunk, shard.arena.take(shard.job_bytes(chunk, chunk))
+    if allocation is None:
         raise WorkerError(f"no memory is left beside the weights for one chunk of {chunk} tokens: raise --arena-mib")
-    slabs, x = shard.lay_out(room, length, chunk)
+    slabs, x = shard.lay_out(allocation, length, chunk)
     layer = shard.cut.layers[0]
     x.zero_()
     try:
@@ -40,7 +40,7 @@ def warm_up(shard: ModelShard, pace: PieceTimes, chunk: int) -> None:
         _load_host_memory(shard, chunk)
         few, many = ((num, _best_ns(shard, layer, x[:, :num], slabs[layer])) for num in (min(FEW, chunk), chunk))
     finally:
-        shard.arena.free(room)
+        shard.arena.free(allocation)
     if few[0] < many[0]:
         pace.calibrate(few, many)
 

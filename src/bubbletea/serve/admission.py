@@ -15,14 +15,15 @@ from collections import Counter, deque
 from dataclasses import dataclass, replace
 
 from bubbletea.admit.records import AdmissionRefusal, Placement, PrefillRequest
+from bubbletea.constants import SECOND
 from bubbletea.handoff.kv_store import KvStore
 from bubbletea.serve.metrics import ServiceMetrics
 from bubbletea.serve.planner import Planner
 from bubbletea.serve.prefills import Refused
 from bubbletea.serve.slowdown_limit import SlowdownLimit
 
-SECOND = 1_000_000_000
 TICK_S = 0.02
+"""Between two looks for free memory, and the shortest Retry-After."""
 UNKNOWN_S = 1.0
 """Retry-After if it is unknown when memory or a lane will be free."""
 EARLY_NS = 50_000_000
@@ -39,7 +40,7 @@ After one that has not, it is one less."""
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptPlace:
     """What is kept for a refused request. `request` has an id of its own."""
 
     request: PrefillRequest
@@ -61,7 +62,7 @@ class Admission:
         self, planner: Planner, store: KvStore, metrics: ServiceMetrics, limit: SlowdownLimit | None = None
     ) -> None:
         self.planner, self.store, self.metrics, self.limit = planner, store, metrics, limit
-        self._kept: dict[bytes, deque[Kept]] = {}
+        self._kept: dict[bytes, deque[KeptPlace]] = {}
         """By key: equal requests in the order of their refusal."""
         self._trust: Counter[str] = Counter()
         """By tenant: more than TRUSTED, or less."""
@@ -72,29 +73,31 @@ class Admission:
     def __len__(self) -> int:
         return self._num_kept.total()
 
-    def check(self, request: PrefillRequest, room: int, key: bytes, likely_tokens: int) -> None:
+    def check(self, request: PrefillRequest, num_tokens: int, key: bytes, likely_tokens: int) -> None:
         """Raises Refused if a prompt of at least this length would be refused; called before tokenizing.
         `likely_tokens`: its expected length, for which a place is kept."""
         if key in self._kept:
             return  # it comes back
-        self._require_room(request, room, key)
+        self._require_room(request, num_tokens, key)
         refusal = self.planner.quote(request, request.arrival_ns, self.kept_ns)
         if refusal is not None:
             raise self._refused(replace(refusal, request=replace(request, prompt_tokens=likely_tokens)), key)
 
-    async def admit(self, request: PrefillRequest, room: int, key: bytes) -> tuple[Placement | None, PrefillRequest]:
+    async def admit(
+        self, request: PrefillRequest, num_tokens: int, key: bytes
+    ) -> tuple[Placement | None, PrefillRequest]:
         """Its placement, if it has one already, and the request with its time of arrival. Raises Refused. The caller
         reserves the memory at once."""
         kept = self._taken(key) if key in self._kept else None
         is_back = kept is not None and request.arrival_ns >= kept.due_ns - EARLY_NS
         if kept is not None:
             try:
-                request = await self._awaited_room(request, room) if is_back else request
+                request = await self._awaited_room(request, num_tokens) if is_back else request
             finally:
                 self._free(kept)
         now_ns = request.arrival_ns
         try:
-            self._require_room(request, room, key, is_back=is_back)
+            self._require_room(request, num_tokens, key, is_back=is_back)
             found = self.planner.admit(request, now_ns, 0 if is_back else self.kept_ns)
             if isinstance(found, AdmissionRefusal) and is_back and kept is not None and _is_promised(found, kept):
                 self.planner.claim(request)
@@ -120,22 +123,22 @@ class Admission:
                 self._trust[tenant] = max(1 - TRUSTED, self._trust[tenant] - 1)
 
     # ---- refusals ----------------------------------------------------------------------------------------------
-    def _require_room(self, request: PrefillRequest, room: int, key: bytes, *, is_back: bool = False) -> None:
+    def _require_room(self, request: PrefillRequest, num_tokens: int, key: bytes, *, is_back: bool = False) -> None:
         store, tenant = self.store, request.tenant
         if request.kind == "online" and self.limit is not None and self.limit.overcommitted:
             self.metrics.refused("overcommitted")
             raise Refused("overcommitted", self.limit.retry_s)
-        if store.has_room(room, tenant, is_promised=is_back):
+        if store.has_room(num_tokens, tenant, is_promised=is_back):
             return
         self.metrics.refused("memory")
-        detail = store.explain(room, tenant)
-        if store.bytes_of(room) > store.limit_bytes(tenant):
+        detail = store.explain(num_tokens, tenant)
+        if store.bytes_of(num_tokens) > store.limit_bytes(tenant):
             raise Refused("memory", None, detail)
-        at_s = store.room_at_s(room, tenant)
+        at_s = store.room_at_s(num_tokens, tenant)
         retry_s = UNKNOWN_S if math.isinf(at_s) else max(TICK_S, at_s - time.monotonic())
         if self._may_keep(key, tenant):
-            store.promise(request.id, room, tenant)
-            self._keep(key, Kept(request, request.arrival_ns + int(retry_s * SECOND), "memory"))
+            store.promise(request.id, num_tokens, tenant)
+            self._keep(key, KeptPlace(request, request.arrival_ns + int(retry_s * SECOND), "memory"))
         raise Refused("memory", retry_s, detail)
 
     def _refused(self, refusal: AdmissionRefusal, key: bytes) -> Refused:
@@ -150,26 +153,26 @@ class Admission:
         if self._may_keep(key, request.tenant):
             if refusal.reason == "share":
                 self.planner.charge(request.tenant, request.prompt_tokens)
-            self._keep(key, Kept(request, at_ns, refusal.reason, refusal.lane_ns))
+            self._keep(key, KeptPlace(request, at_ns, refusal.reason, refusal.lane_ns))
         return Refused(refusal.reason, max(0.0, (at_ns - time.monotonic_ns()) / SECOND))
 
     # ---- what is kept ------------------------------------------------------------------------------------------
-    async def _awaited_room(self, request: PrefillRequest, room: int) -> PrefillRequest:
+    async def _awaited_room(self, request: PrefillRequest, num_tokens: int) -> PrefillRequest:
         """Until there is memory for it, or it has waited for too long. With its new time of arrival."""
         until_s = time.monotonic() + MEMORY_S
-        while not self.store.has_room(room, request.tenant, is_promised=True) and time.monotonic() < until_s:
+        while not self.store.has_room(num_tokens, request.tenant, is_promised=True) and time.monotonic() < until_s:
             await asyncio.sleep(TICK_S)
         return replace(request, arrival_ns=time.monotonic_ns())
 
     def _may_keep(self, key: bytes, tenant: str) -> bool:
         return bool(key) and self._num_kept[tenant] < TRUSTED + self._trust[tenant]
 
-    def _keep(self, key: bytes, kept: Kept) -> None:
+    def _keep(self, key: bytes, kept: KeptPlace) -> None:
         self._kept.setdefault(key, deque()).append(kept)
         self._num_kept[kept.request.tenant] += 1
         self.kept_ns += kept.lane_ns
 
-    def _taken(self, key: bytes) -> Kept:
+    def _taken(self, key: bytes) -> KeptPlace:
         """It is not waited for any more; what is kept for it still is."""
         row = self._kept[key]
         kept = row.popleft()
@@ -177,7 +180,7 @@ class Admission:
             del self._kept[key]
         return kept
 
-    def _free(self, kept: Kept) -> None:
+    def _free(self, kept: KeptPlace) -> None:
         request = kept.request
         self._num_kept[request.tenant] -= 1
         self.kept_ns -= kept.lane_ns
@@ -186,6 +189,6 @@ class Admission:
             self.planner.charge(request.tenant, -request.prompt_tokens)
 
 
-def _is_promised(refusal: AdmissionRefusal, kept: Kept) -> bool:
+def _is_promised(refusal: AdmissionRefusal, kept: KeptPlace) -> bool:
     """It is taken even though it does not fit now: windows have become shorter, or a lane was lost."""
     return refusal.reason == "share" or (kept.reason == "deadline" and refusal.reason in ("deadline", "no-lane"))

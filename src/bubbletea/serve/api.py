@@ -23,7 +23,7 @@ from starlette.routing import Route
 
 from atlas import __version__
 from bubbletea.handoff.sampling import Sampling
-from bubbletea.serve.auth import Keys
+from bubbletea.serve.auth import ApiKeys
 from bubbletea.serve.errors import ApiError, of_validation
 from bubbletea.serve.schema import ChatRequest, CompletionRequest, openapi
 from bubbletea.serve.service import Delta, Service, TextRequest, chat_prompt
@@ -31,6 +31,7 @@ from bubbletea.serve.service import Delta, Service, TextRequest, chat_prompt
 log = logging.getLogger("bubbletea.requests")
 """One line per request, at level INFO."""
 MAX_BODY_BYTES = 4 << 20
+"""Of a request."""
 BODY_S = 10.0
 """Time limit of a body."""
 AS_GIVEN = (
@@ -47,8 +48,8 @@ Handler = Callable[[Request], Awaitable[Response]]
 class Api:
     """`app` is the ASGI application."""
 
-    def __init__(self, service: Service, keys: Keys, max_body_bytes: int = MAX_BODY_BYTES) -> None:
-        self.service, self.keys, self.max_body_bytes = service, keys, max_body_bytes
+    def __init__(self, service: Service, keys: ApiKeys) -> None:
+        self.service, self.keys = service, keys
         self._openapi = openapi(__version__)
         routes = [
             Route("/v1/completions", self._answering_errors(self.completions), methods=["POST"]),
@@ -121,16 +122,16 @@ class Api:
             raise of_validation(error, model) from None
 
     async def _read(self, request: Request) -> bytes:
-        too_large = ApiError(413, f"the body is larger than {self.max_body_bytes} bytes", code="body_too_large")
+        too_large = ApiError(413, f"the body is larger than {MAX_BODY_BYTES} bytes", code="body_too_large")
         length = request.headers.get("content-length", "")
-        if length.isdigit() and int(length) > self.max_body_bytes:
+        if length.isdigit() and int(length) > MAX_BODY_BYTES:
             raise too_large
         body = bytearray()
         try:
             async with asyncio.timeout(BODY_S):
                 async for chunk in request.stream():
                     body += chunk
-                    if len(body) > self.max_body_bytes:
+                    if len(body) > MAX_BODY_BYTES:
                         raise too_large
         except TimeoutError:
             raise ApiError(408, f"the body did not arrive within {BODY_S:g} s") from None

@@ -19,32 +19,34 @@ from atlas.wan.security.credentials import Security
 from bubbletea.admit.aims import Aims
 from bubbletea.admit.lanes import build_lanes
 from bubbletea.admit.records import PrefillLane
-from bubbletea.costs import ELEMENT_BYTES, PCIE_BYTES_PER_S, LayerTime, PrefillCosts
+from bubbletea.constants import MIB, SLOWDOWN_BUDGET
+from bubbletea.costs import ELEMENT_BYTES, LEAST_TOKENS, PCIE_BYTES_PER_S, LayerTime, PrefillCosts, grain_of
 from bubbletea.handoff.decode import DecodeEngine
 from bubbletea.handoff.kv_store import KvStore
 from bubbletea.kv_server import KvServer
-from bubbletea.prefill.arena import Arena
+from bubbletea.prefill.arena import WORKSPACE_BYTES, Arena
 from bubbletea.prefill.messages import WorkerOrder
 from bubbletea.prefill.piece_times import PieceTimes
 from bubbletea.prefill.shard import ModelShard, Served
 from bubbletea.prefill.warming import warm_up
 from bubbletea.serve.api import Api
-from bubbletea.serve.auth import Keys
+from bubbletea.serve.auth import ApiKeys
 from bubbletea.serve.connections import WorkerConnections
 from bubbletea.serve.dispatch import Dispatcher
 from bubbletea.serve.metrics import ServiceMetrics
 from bubbletea.serve.planner import Planner
-from bubbletea.serve.prefix_store import Prefixes
+from bubbletea.serve.prefix_store import PrefixStore
 from bubbletea.serve.roster import Roster
 from bubbletea.serve.service import Service
 from bubbletea.serve.slowdown_limit import SlowdownLimit
-from bubbletea.serve.tokens import Text
+from bubbletea.serve.tokens import ServedTokenizer
 from bubbletea.serve.worker_windows import WorkerWindows
 from bubbletea.windows.bubbles import Forecast
 
-MIB = 1 << 20
 LEAST_NS = 50_000
 """Shortest time of a layer."""
+ASSUMED_NIC_BYTES_PER_S, ASSUMED_HOP_NS = 12.5e9, 1_000_000
+"""Of the network between the workers of a lane: 100 Gbit/s, and the latency of a message. Assumed, not measured."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class ServiceSettings:
     chunk: int = 512
     arena_bytes: int = 256 * MIB
     """Per worker: weights, keys and values, activations between slices."""
-    workspace_bytes: int = 512 * MIB
+    workspace_bytes: int = WORKSPACE_BYTES
     """Per worker: temporaries of a running slice."""
     store_bytes: int = 1024 * MIB
     """Host memory for keys and values until they are decoded or fetched: of the service, or of the workers of a lane
@@ -71,7 +73,7 @@ class ServiceSettings:
     """For requests that set none."""
     patience_s: float = 30.0
     """An admitted prefill without progress for this long is restarted."""
-    budget: float = 0.005
+    budget: float = SLOWDOWN_BUDGET
     """The share by which prefill may slow training."""
     aims: Aims = field(default_factory=Aims)
     nixl_unencrypted: bool = False
@@ -89,7 +91,7 @@ class WorkersAt:
 
 
 @dataclass
-class Parts:
+class AssembledService:
     """A service, ready to `start` on a running event loop."""
 
     settings: ServiceSettings
@@ -136,7 +138,7 @@ class Parts:
             self.service.decoder.close()
 
 
-def assemble(settings: ServiceSettings, windows: WorkerWindows, keys: Keys, token: str = "") -> Parts:
+def assemble(settings: ServiceSettings, windows: WorkerWindows, keys: ApiKeys, token: str = "") -> AssembledService:
     served = settings.served
     token = token or secrets.token_hex(32)
     layer = windows.pace or windows.layer or calibrated(served, settings.chunk)
@@ -153,7 +155,7 @@ def assemble(settings: ServiceSettings, windows: WorkerWindows, keys: Keys, toke
         forecast,
         costs,
         lanes,
-        windows.slots,
+        windows.window_of,
         _chunks(settings.chunk),
         learns_costs=windows.pace is None,
         weights=keys.weights,
@@ -164,19 +166,19 @@ def assemble(settings: ServiceSettings, windows: WorkerWindows, keys: Keys, toke
     roster = Roster(orders, windows.numbers, windows.plan, windows.device)
     connections = WorkerConnections(token, roster.find, served.id)
     store, metrics = KvStore(served, settings.store_bytes, keys.weights), ServiceMetrics(settings.name)
-    prefixes = Prefixes(settings.prefix_bytes if settings.decodes else 0, keys.weights)
+    prefixes = PrefixStore(settings.prefix_bytes if settings.decodes else 0, keys.weights)
     limit = SlowdownLimit(settings.budget, metrics.iterations.observe) if windows.trains else None
     dispatcher = Dispatcher(connections, planner, store, prefixes, metrics, settings.patience_s, limit=limit)
     kv_server = KvServer(store, token)
-    text = Text.of_folder(served.folder) if served.folder is not None else Text.of_bytes()
+    text = ServedTokenizer.of_folder(served.folder) if served.folder is not None else ServedTokenizer.of_bytes()
     decoder = DecodeEngine(served) if settings.decodes else None
     service = Service(settings.name, served, text, dispatcher, decoder, kv_server, metrics, settings.deadline_s)
-    return Parts(settings, token, lanes, connections, dispatcher, kv_server, service, Api(service, keys))
+    return AssembledService(settings, token, lanes, connections, dispatcher, kv_server, service, Api(service, keys))
 
 
 def _chunks(longest: int) -> tuple[int, ...]:
     """The longest chunk, and a shorter one for windows that are too short for a layer of it."""
-    return (longest, max(16, longest // 8)) if longest > 16 else (longest,)
+    return (longest, grain_of(longest)) if longest > LEAST_TOKENS else (longest,)
 
 
 def _orders(
@@ -208,8 +210,14 @@ def _orders(
 
 def costs_of(served: Served, layer: LayerTime, head_ns: int = 0) -> PrefillCosts:
     """The costs for admission; the network inside a datacenter is assumed to be fast."""
-    model, pcie, nic = model_of(served), PCIE_BYTES_PER_S, 12.5e9
-    return PrefillCosts(model, layer, head_ns, pcie_bytes_per_s=pcie, nic_bytes_per_s=nic, hop_latency_ns=1_000_000)
+    return PrefillCosts(
+        model_of(served),
+        layer,
+        head_ns,
+        pcie_bytes_per_s=PCIE_BYTES_PER_S,
+        nic_bytes_per_s=ASSUMED_NIC_BYTES_PER_S,
+        hop_latency_ns=ASSUMED_HOP_NS,
+    )
 
 
 def model_of(served: Served) -> Model:

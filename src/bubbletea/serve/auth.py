@@ -30,26 +30,26 @@ class _Tenant(Frozen):
     weight: Positive = 1.0
 
 
-class _Document(Frozen):
+class _KeysFile(Frozen):
     tenants: dict[str, _Tenant] = Field(min_length=1)
 
 
 @dataclass(frozen=True)
-class Keys:
+class ApiKeys:
     """By tenant: the digest of its key. Empty: no key is needed."""
 
     digests: Mapping[str, bytes]
     weights: Mapping[str, float]
 
     @classmethod
-    def open_to_all(cls) -> Keys:
+    def open_to_all(cls) -> ApiKeys:
         return cls({}, {})
 
     @classmethod
-    def read(cls, path: Path) -> Keys:
+    def read(cls, path: Path) -> ApiKeys:
         document = read_yaml(path, key="keys")
         where = partial(document.origin, default=str(path))
-        found = validated(_Document, document.data, where, "See docs/bubbletea-serve.md")
+        found = validated(_KeysFile, document.data, where, "See docs/bubbletea-serve.md")
         return cls(
             {name: bytes.fromhex(tenant.sha256) for name, tenant in found.tenants.items()},
             {name: tenant.weight for name, tenant in found.tenants.items()},

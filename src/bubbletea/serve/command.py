@@ -13,6 +13,7 @@ import argparse
 from pathlib import Path
 
 from atlas.console import job_flags, whole
+from bubbletea.constants import SLOWDOWN_BUDGET
 from bubbletea.flags import aim_flags
 
 PORT, MEBIBYTES = whole(0, 65_535), whole(1, 10_000_000)
@@ -52,7 +53,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add(
         "--slowdown",
         type=float,
-        default=0.005,
+        default=SLOWDOWN_BUDGET,
         metavar="X",
         help="largest slowdown of training by prefill, as a share",
     )

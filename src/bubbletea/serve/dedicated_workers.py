@@ -34,10 +34,6 @@ class DedicatedWorkers(Closing):
         self._started = [_start(worker) for worker in self._workers]
         self._watcher = Repeating("bubbletea workers", WATCH_S, self._watch)
 
-    @property
-    def pids(self) -> list[int]:
-        return [one.process.pid for one in self._started]
-
     def close(self) -> None:
         self._watcher.close()
         for one in self._started:

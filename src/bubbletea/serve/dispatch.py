@@ -22,7 +22,9 @@ from functools import partial
 from torch import Tensor
 
 from atlas.errors import WorkerError
+from bubbletea.admit.fit import NEVER
 from bubbletea.admit.records import Placement, PrefillRequest
+from bubbletea.constants import SECOND
 from bubbletea.handoff.kv_store import KEEP_S, KvStore, Parcel
 from bubbletea.kv_blocks import KvBlock
 from bubbletea.prefill.job import HEAD, PrefillTask
@@ -31,18 +33,17 @@ from bubbletea.serve.connections import ConnectedWorker, WorkerConnections
 from bubbletea.serve.metrics import ServiceMetrics
 from bubbletea.serve.planner import Planner
 from bubbletea.serve.prefills import HandedBack, Prefilled, Prompt
-from bubbletea.serve.prefix_store import Prefixes
+from bubbletea.serve.prefix_store import PrefixStore
 from bubbletea.serve.slowdown_limit import SlowdownLimit
 
 log = logging.getLogger("bubbletea.serve")
-SECOND = 1_000_000_000
-NEVER_DUE = 2**62
 LATE_NS = 50_000_000
 """A prefill this far behind its plan is placed again."""
 STUCK_S, STUCK_PERIODS = 1.0, 3
 """A prefill that is due and makes no progress for this long moves to another lane: the waits of a worker may be too
 short or too uncertain for it, and those of another one not."""
 MAX_FAILURES = 4
+"""Of one prefill; then it is handed back to its client."""
 LANE_S = 60.0
 """An admitted prefill that has waited this long for a lane is handed back."""
 OWED_NS = 60 * SECOND
@@ -88,7 +89,7 @@ class Dispatcher:
         connections: WorkerConnections,
         planner: Planner,
         store: KvStore,
-        prefixes: Prefixes,
+        prefixes: PrefixStore,
         metrics: ServiceMetrics,
         patience_s: float = 30.0,
         lane_s: float = LANE_S,
@@ -144,9 +145,9 @@ class Dispatcher:
         request = PrefillRequest(
             ticket, prompt.tenant, len(prompt.tokens), now_ns, prompt.deadline_ns, prompt.kind, hashes
         )
-        room = len(prompt.tokens) + prompt.num_new
-        found, request = await self.admission.admit(request, room, prompt.key)
-        parcel = self.store.reserve(ticket, len(prompt.tokens), room, prompt.tenant, at_workers=prompt.hands_off)
+        num_tokens = len(prompt.tokens) + prompt.num_new
+        found, request = await self.admission.admit(request, num_tokens, prompt.key)
+        parcel = self.store.reserve(ticket, len(prompt.tokens), num_tokens, prompt.tenant, at_workers=prompt.hands_off)
         assert parcel is not None, "there was room a moment ago"
         run = _PrefillRun(next(self._jobs), prompt, request, parcel, asyncio.get_running_loop().create_future(), now_ns)
         share = self.planner.forecast.share if prompt.kind == "online" else 0.0
@@ -173,7 +174,7 @@ class Dispatcher:
     def _send(self, run: _PrefillRun, placement: Placement) -> None:
         """Sends the tasks of a placement to the workers of its lane."""
         hashes, request, lane = run.request.block_hashes, placement.request, placement.lane
-        run.cached = min(placement.cached_tokens, self.prefixes.longest(hashes, NEVER_DUE))
+        run.cached = min(placement.cached_tokens, self.prefixes.longest(hashes, request.prompt_tokens))
         began_ns = time.monotonic_ns()
         cached = self.prefixes.take(hashes, run.cached) if run.cached else []
         for layer, kv in enumerate(cached):
@@ -182,7 +183,7 @@ class Dispatcher:
             else:
                 run.parcel.put(KvBlock(run.parcel.ticket, run.parcel.model, layer, 0, run.cached, kv))
         # Postponed requests are placed as offline work.
-        run.due_ns = request.deadline_ns or NEVER_DUE - 1 if request.kind == "online" else NEVER_DUE
+        run.due_ns = request.deadline_ns or NEVER - 1 if request.kind == "online" else NEVER
         ends = tuple(end for end in placement.ends if end > run.cached)
         self._expect(run, placement.delivered_ns)
         run.sent, run.since_ns = self.connections.of_lane(lane), time.monotonic_ns()

@@ -20,6 +20,7 @@ TYPES = {
     503: "service_unavailable",
 }
 HAND_BACK_RETRY_S = 1.0
+"""Retry-After of an admitted request that could not be finished."""
 REASONS = {
     "deadline": "no bubble of training fits this prompt before its deadline",
     "share": "other tenants, which were served less, are waiting",

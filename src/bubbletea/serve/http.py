@@ -19,7 +19,9 @@ from bubbletea.serve.service import Service
 HEADERS_S = 10.0
 """Time limit from the connection, or the first byte of a request, to the end of the headers."""
 KEEP_ALIVE_S = 15
+"""An idle connection is closed after this."""
 MAX_HEADER_BYTES = 64 << 10
+"""Of one request; larger ones are refused."""
 MAX_WAITING = 1024
 """Connections without complete headers; the oldest makes room for a new one."""
 

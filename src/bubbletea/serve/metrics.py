@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+"""Upper bounds of the buckets of histograms, of times and of numbers of tokens."""
 FINISHES, REFUSALS = ("stop", "length"), ("deadline", "share", "memory", "too-long", "no-lane", "overcommitted")
 RETRIES = ("admitted", "refused")
 RECENT = 512

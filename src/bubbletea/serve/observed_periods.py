@@ -26,10 +26,10 @@ open. Such a period is learnt only if more than half of the worker's last RECENT
 
 
 class ObservedPeriods:
-    """`slots[worker][op]` is the window of the Pattern that ends when that op's input arrives."""
+    """`window_of[worker][op]` is the window of the Pattern that ends when that op's input arrives."""
 
-    def __init__(self, forecast: Forecast, slots: Sequence[Mapping[int, int]]) -> None:
-        self.forecast, self._slots = forecast, slots
+    def __init__(self, forecast: Forecast, window_of: Sequence[Mapping[int, int]]) -> None:
+        self.forecast, self._window_of = forecast, window_of
         self._open = np.full(len(forecast.pattern.start_ns), -1, np.int64)
         self._closed = self._open.copy()
         self._round = forecast.pattern.end_ns >= forecast.pattern.period_ns
@@ -53,16 +53,16 @@ class ObservedPeriods:
     def waited(self, worker: int, step: int, op: int, began_ns: int, ended_ns: int) -> bool:
         """Records one wait of a training worker; a period is evaluated when the next one starts. Returns whether the
         forecast has a new pattern."""
-        slot = self._slots[worker].get(op) if worker < len(self._slots) else None
-        if slot is None or step < self._step:
+        window = self._window_of[worker].get(op) if worker < len(self._window_of) else None
+        if window is None or step < self._step:
             return False
         is_new = False
         if step > self._step:
             is_new = self._learn()
             self._step = step
-        first = self._open[slot] < 0
-        self._open[slot] = began_ns if first else min(began_ns, self._open[slot])
-        self._closed[slot] = max(ended_ns, self._closed[slot])
+        first = self._open[window] < 0
+        self._open[window] = began_ns if first else min(began_ns, self._open[window])
+        self._closed[window] = max(ended_ns, self._closed[window])
         return is_new
 
     def forget(self) -> None:

@@ -31,7 +31,8 @@ from bubbletea.admit.decide import (
 from bubbletea.admit.fair import TenantShares
 from bubbletea.admit.fit import FREE
 from bubbletea.admit.records import AdmissionRefusal, Placement, PrefillLane, PrefillRequest
-from bubbletea.admit.state import State
+from bubbletea.admit.state import AdmissionState
+from bubbletea.constants import SECOND
 from bubbletea.costs import LayerTime, PrefillCosts, measured
 from bubbletea.serve.observed_periods import ObservedPeriods
 from bubbletea.windows.bubbles import Forecast
@@ -42,7 +43,6 @@ CATCH_UP_NS = 100_000_000
 """Shortest time between two attempts to move requests up."""
 AHEAD_NS = 500_000_000
 """Offline work is sent to workers this long before its planned start."""
-SECOND = 1_000_000_000
 AGAIN_NS = 2 * SECOND
 """Deadline, after the loss of its worker, that an offline request gets."""
 HALVINGS = 12
@@ -54,14 +54,14 @@ TRUST = 0.15
 
 
 class Planner:
-    """`slots[worker][op]` is the window of the Pattern that ends when that op's input arrives."""
+    """`window_of[worker][op]` is the window of the Pattern that ends when that op's input arrives."""
 
     def __init__(
         self,
         forecast: Forecast,
         costs: PrefillCosts,
         lanes: Sequence[PrefillLane],
-        slots: Sequence[Mapping[int, int]],
+        window_of: Sequence[Mapping[int, int]],
         chunks: Sequence[int],
         *,
         learns_costs: bool = True,
@@ -72,7 +72,7 @@ class Planner:
         self.forecast, self.costs, self.lanes = forecast, costs, tuple(lanes)
         self._measured, self._halvings = costs, 0
         """Costs as they were fitted last, and how often they have been halved since."""
-        self.periods = ObservedPeriods(forecast, slots)
+        self.periods = ObservedPeriods(forecast, window_of)
         self.chunks, self.learns_costs, self.weights = tuple(chunks), learns_costs, weights
         self.aims = aims or Aims()
         self.postponed = Postponed(self.aims)
@@ -90,7 +90,7 @@ class Planner:
         self._shares = TenantShares(weights)
         self._points: deque[tuple[int, int, float]] = deque(maxlen=POINTS)
         self._gone_early, self._caught_up_ns = False, 0
-        self._state: State | None = None
+        self._state: AdmissionState | None = None
         self._built_on, self._costs_moved = forecast.version, False
 
     @property
@@ -201,7 +201,7 @@ class Planner:
             return []
         return [self._placed(p) for p in late(self._state, request_id, token, now_ns)]
 
-    def _catch_up(self, state: State, now_ns: int) -> Sequence[Placement]:
+    def _catch_up(self, state: AdmissionState, now_ns: int) -> Sequence[Placement]:
         if not self._gone_early or now_ns < self._caught_up_ns + CATCH_UP_NS:
             return ()
         self._gone_early, self._caught_up_ns = False, now_ns
@@ -265,13 +265,13 @@ class Planner:
         self.advance(0)
         self.set_alive((), 0)
 
-    def _current(self, now_ns: int) -> State:
+    def _current(self, now_ns: int) -> AdmissionState:
         """There are lanes."""
         state = self._ready(now_ns)
         assert state is not None
         return state
 
-    def _ready(self, now_ns: int) -> State | None:
+    def _ready(self, now_ns: int) -> AdmissionState | None:
         if self._costs_moved:
             self._rebuild(now_ns)
         elif self._state is not None and self._built_on != self.forecast.version:
@@ -289,7 +289,7 @@ class Planner:
         if not lanes:
             return
         weights, aims = self.weights, self.aims
-        state = State(
+        state = AdmissionState(
             self.forecast, self.costs, lanes, chunks=self.chunks, weights=weights, aims=aims, shares=self._shares
         )
         if before is not None and before.lanes == state.lanes:
@@ -300,7 +300,9 @@ class Planner:
             self._restore(state, request, now_ns, index_of[workers])
         self._restore_waiting(state, now_ns)
 
-    def _set_free(self, state: State, now_ns: int, frees: bool) -> list[tuple[PrefillRequest, tuple[int, ...]]]:
+    def _set_free(
+        self, state: AdmissionState, now_ns: int, frees: bool
+    ) -> list[tuple[PrefillRequest, tuple[int, ...]]]:
         """The requests that stay on their lane, in order. All other placed requests and the backlog wait for a lane."""
         kept: dict[str, tuple[PrefillRequest, tuple[int, ...]]] = {}
         live = {lane.workers for lane in self._live}
@@ -314,7 +316,7 @@ class Planner:
         self._waiting.update({request.id: request for request in state.backlog})
         return list(kept.values())
 
-    def _restore_waiting(self, state: State, now_ns: int) -> None:
+    def _restore_waiting(self, state: AdmissionState, now_ns: int) -> None:
         """The most urgent first."""
         self._retry_ns = now_ns + CATCH_UP_NS
         for request in sorted(self._waiting.values(), key=lambda one: (one.urgency, one.arrival_ns)):
@@ -323,7 +325,7 @@ class Planner:
             elif request.kind == "online":
                 self._restore(state, request, now_ns)
 
-    def _restore(self, state: State, request: PrefillRequest, now_ns: int, lane: int | None = None) -> None:
+    def _restore(self, state: AdmissionState, request: PrefillRequest, now_ns: int, lane: int | None = None) -> None:
         self._waiting.pop(request.id, None)
         avoided = self._avoided.pop(request.id, ())
         others = [other.index for other in state.lanes if other.workers != avoided]

@@ -25,7 +25,7 @@ LOADS, AGAIN = 8, 32
 """Loads in the moving average of their times; prefixes of which one is used although it does not pay."""
 
 
-class _Kept(NamedTuple):
+class _CachedBlock(NamedTuple):
     tenant: str
     layers: list[Tensor]
     """[2, K, block, E] of every layer."""
@@ -53,7 +53,7 @@ class HitTimes:
         return self._num_avoided % AGAIN == 0
 
 
-class Prefixes:
+class PrefixStore:
     def __init__(
         self, budget_bytes: int, weights: Mapping[str, float] | None = None, block: int = BLOCK_TOKENS
     ) -> None:
@@ -63,7 +63,7 @@ class Prefixes:
         self._used: Counter[str] = Counter()
         self.times = HitTimes()
         self._secret = secrets.token_bytes(16)
-        self._held: OrderedDict[Hashable, _Kept] = OrderedDict()
+        self._held: OrderedDict[Hashable, _CachedBlock] = OrderedDict()
         """By hash, least recently used first."""
 
     @property
@@ -94,7 +94,7 @@ class Prefixes:
         return [torch.cat(layer, dim=2) for layer in zip(*blocks, strict=True)]
 
     def add(self, hashes: Sequence[Hashable], slabs: Sequence[Tensor], tenant: str = "") -> None:
-        """Copies the blocks that are not cached yet out of a finished prompt's slabs, by layer [2, K, room, E]."""
+        """Copies the blocks that are not cached yet from a finished prompt's slabs, by layer [2, K, num_tokens, E]."""
         size = sum(slab[:, :, : self.block].numel() * slab.element_size() for slab in slabs)
         if not hashes or size > self.budget_bytes:
             return
@@ -102,7 +102,7 @@ class Prefixes:
             if name not in self._held:
                 at = index * self.block
                 layers = [slab[:, :, at : at + self.block].clone() for slab in slabs]
-                self._held[name] = _Kept(tenant, layers)
+                self._held[name] = _CachedBlock(tenant, layers)
                 self._used[tenant] += size
         for name in reversed(hashes):  # a block is useless without those before it, so the last is dropped first
             self._held.move_to_end(name)

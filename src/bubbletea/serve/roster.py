@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from atlas.errors import WorkerError
+from bubbletea.constants import MIB
 from bubbletea.prefill.messages import WorkerOrder
-
-MIB = 1 << 20
 
 
 @dataclass(frozen=True)

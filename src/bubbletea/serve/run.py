@@ -8,16 +8,18 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 
 from atlas.errors import AtlasError
-from bubbletea.serve.assemble import Parts, WorkersAt
+from bubbletea.serve.assemble import AssembledService, WorkersAt
 from bubbletea.serve.folder import private_folder
 from bubbletea.serve.http import HttpServer
 
 Workers = Callable[[str, str], AbstractContextManager[object]]
 """Starts the workers, given the address and the token file."""
+BACKLOG = 2048
+"""Connections that wait to be accepted, as uvicorn's own default. The kernel may allow fewer."""
 
 
 @dataclass(frozen=True)
-class Where:
+class ListenSettings:
     """Where the service listens."""
 
     host: str = "127.0.0.1"
@@ -30,7 +32,9 @@ class Where:
     """Of a run that others start; None: this service starts its own workers."""
 
 
-async def run(parts: Parts, where: Where, workers: Workers, on_start: Callable[[HttpServer], None]) -> None:
+async def run(
+    parts: AssembledService, where: ListenSettings, workers: Workers, on_start: Callable[[HttpServer], None]
+) -> None:
     """Runs until a signal or `HttpServer.drain`; then admitted requests are finished or handed back."""
     server = HttpServer(parts.api.app, parts.service, where.drain_s)
     with _listening(where) as sock, private_folder() as folder, ExitStack() as stack:
@@ -45,10 +49,10 @@ async def run(parts: Parts, where: Where, workers: Workers, on_start: Callable[[
             await parts.close()
 
 
-def _listening(where: Where) -> socket.socket:
+def _listening(where: ListenSettings) -> socket.socket:
     family = socket.AF_INET6 if ":" in where.host else socket.AF_INET
     try:
-        return socket.create_server((where.host, where.port), family=family, backlog=2048)
+        return socket.create_server((where.host, where.port), family=family, backlog=BACKLOG)
     except OSError as error:
         raise AtlasError(
             f"{where.host}:{where.port}: cannot listen there ({error.strerror}). Choose another --host or --port"

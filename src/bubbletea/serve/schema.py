@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 MAX_NEW = 1 << 20
+"""More tokens than any model generates: larger numbers are mistakes."""
 NOT_HERE = "Not supported here."
 OF_THE_PROMPT = {
     *("prompt_embeds", "suffix", "chat_template", "chat_template_kwargs", "documents", "tools", "functions"),

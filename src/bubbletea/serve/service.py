@@ -28,9 +28,10 @@ from bubbletea.serve.dispatch import Dispatcher
 from bubbletea.serve.errors import ApiError, of_hand_back, of_refusal
 from bubbletea.serve.metrics import ServiceMetrics
 from bubbletea.serve.prefills import HandedBack, Prefilled, Prompt, Refused
-from bubbletea.serve.tokens import Text, TextStream
+from bubbletea.serve.tokens import ServedTokenizer, TextStream
 
 DRAIN_RETRY_S = 5.0
+"""Retry-After while the service ends: until another one may have taken its place."""
 TOKEN_S, TOKENS_OVER = 0.02, 8
 """Initial estimate of the time per decoded token, and the number of responses in its moving average."""
 
@@ -88,7 +89,7 @@ class Service:
         self,
         name: str,
         served: Served,
-        text: Text,
+        text: ServedTokenizer,
         dispatcher: Dispatcher,
         decoder: DecodeEngine | None,
         kv_server: KvServer,
@@ -303,7 +304,7 @@ def _overlap(text: str, stop: str) -> int:
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
-def chat_prompt(text: Text, messages: Sequence[dict[str, str]], *, add_generation: bool = True) -> str:
+def chat_prompt(text: ServedTokenizer, messages: Sequence[dict[str, str]], *, add_generation: bool = True) -> str:
     try:
         return text.chat(messages, add_generation=add_generation)
     except AtlasError as error:

@@ -43,6 +43,9 @@ SETTLE = 4
 """Iterations with prefill after a restart that do not count."""
 NOISE = 0.001
 """Of an iteration's time: the smallest spread that is assumed."""
+SIGMA_PER_DEVIATION, MEDIAN_ERROR = 1.48, 1.25
+"""Of a normal distribution: its standard deviation in median absolute deviations (1 / 0.6745), and the standard error
+of a median in those of a mean (sqrt(pi / 2))."""
 PAUSE, LONGEST_PAUSE = 24, 384
 """Iterations without new requests after the host was found overcommitted; doubled each time."""
 
@@ -211,5 +214,5 @@ class SlowdownLimit:
 def _error(lengths_ns: Sequence[int]) -> float:
     """The standard error of their median, from the median deviation; larger for few, which may agree by chance."""
     middle, num = median(lengths_ns), len(lengths_ns)
-    spread = 1.48 * median(abs(length - middle) for length in lengths_ns)
-    return float(1.25 * max(spread, NOISE * middle) * (1 + 3 / num) / num**0.5)
+    spread = SIGMA_PER_DEVIATION * median(abs(length - middle) for length in lengths_ns)
+    return float(MEDIAN_ERROR * max(spread, NOISE * middle) * (1 + 3 / num) / num**0.5)

@@ -27,24 +27,24 @@ from atlas.spec.recipe import load_recipe
 from atlas.wan.security.certs import require_current
 from atlas.wan.security.credentials import Credentials, Security
 from bubbletea.admit.aims import LATE_TOKENS, Aims
+from bubbletea.constants import MIB
 from bubbletea.costs import price_prefill
 from bubbletea.prefill.dedicated_worker import DedicatedWorker
 from bubbletea.prefill.joining import SERVICE
-from bubbletea.prefill.meeting import ServicePlace, announced, meeting_folder
+from bubbletea.prefill.service_files import ServicePlace, announced, service_folder
 from bubbletea.prefill.shard import TINY, Served
 from bubbletea.serve.assemble import ServiceSettings, WorkersAt, assemble, calibrated, model_of
-from bubbletea.serve.auth import Keys
+from bubbletea.serve.auth import ApiKeys
 from bubbletea.serve.dedicated_workers import DedicatedWorkers
 from bubbletea.serve.http import HttpServer
 from bubbletea.serve.page import live_page
-from bubbletea.serve.run import Where, Workers, run
+from bubbletea.serve.run import ListenSettings, Workers, run
 from bubbletea.serve.worker_windows import WorkerWindows, alone, of_training, sensitivity
 
 PIECE_NS = 10_000_000
 """Shortest piece on a paced device: the host cannot time shorter ones."""
 PREDICTED = 4
 """Simulated iterations; the last one is the steady state."""
-MIB = 1 << 20
 
 
 def start(args: argparse.Namespace) -> int:
@@ -74,17 +74,17 @@ def start(args: argparse.Namespace) -> int:
         aims=Aims(args.goal, args.late, LATE_TOKENS),
         nixl_unencrypted=args.nixl_unencrypted,
     )
-    keys = Keys.read(args.keys) if args.keys else Keys.open_to_all()
+    keys = ApiKeys.read(args.keys) if args.keys else ApiKeys.open_to_all()
     token = _token(args)
     trains = args.plan is not None
     windows = _training(args, served) if trains else _alone(args, served)
     workers_at = WorkersAt(args.workers_host, args.workers_port, _security(args)) if trains else None
     parts = assemble(settings, windows, keys, token)
-    where = Where(args.host, args.port, args.handoff_port, args.handoff_anywhere, args.drain, workers_at)
+    where = ListenSettings(args.host, args.port, args.handoff_port, args.handoff_anywhere, args.drain, workers_at)
 
     def announce(address: str, token_file: str) -> AbstractContextManager[object]:
         place = ServicePlace(address, parts.token, args.certs is not None)
-        return announced(meeting_folder(args.folder), args.dc, place)
+        return announced(service_folder(args.folder), args.dc, place)
 
     def on_start(server: HttpServer) -> None:
         if trains:

@@ -28,7 +28,7 @@ MAX_HELD = 8
 """Most tokens that are held back for an incomplete character."""
 
 
-class Text:
+class ServedTokenizer:
     """Converts text to tokens, tokens to text, and a chat to a prompt."""
 
     def __init__(
@@ -46,7 +46,7 @@ class Text:
         self._template = _compiled(template)
 
     @classmethod
-    def of_folder(cls, folder: Path) -> Text:
+    def of_folder(cls, folder: Path) -> ServedTokenizer:
         """From its `tokenizer.json` and the configs of tokenizer and generation; bytes if there is none."""
         path = folder / "tokenizer.json"
         if not path.is_file():
@@ -68,7 +68,7 @@ class Text:
         )
 
     @classmethod
-    def of_bytes(cls) -> Text:
+    def of_bytes(cls) -> ServedTokenizer:
         plain = ByteTokenizer()
         return cls(
             lambda text, _: list(text.encode()),
@@ -103,7 +103,7 @@ class Text:
 class TextStream:
     """Turns tokens into text as soon as characters are complete."""
 
-    def __init__(self, text: Text) -> None:
+    def __init__(self, text: ServedTokenizer) -> None:
         self._text = text
         self._tokens: list[int] = []
         self._shown = 0

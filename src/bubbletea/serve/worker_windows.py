@@ -19,13 +19,16 @@ from atlas.sim import simulate
 from bubbletea.costs import LayerTime
 from bubbletea.windows.bubbles import Pattern, gaps_of, pattern_of, span
 
+LONGER = 0.1
+"""Of all ops: the increase by which `sensitivity` is measured."""
+
 
 @dataclass(frozen=True, eq=False)
 class WorkerWindows:
-    """`slots[worker][op]`: the Pattern's window that ends when that op's input arrives."""
+    """`window_of[worker][op]`: the Pattern's window that ends when that op's input arrives."""
 
     pattern: Pattern
-    slots: Sequence[Mapping[int, int]]
+    window_of: Sequence[Mapping[int, int]]
     num_ranks: int
     pace: LayerTime | None = None
     """On paced devices: the time of a layer."""
@@ -45,8 +48,8 @@ class WorkerWindows:
 
     def waits_ns(self, worker: int) -> dict[int, int]:
         """By op: its expected wait."""
-        pattern = self.pattern
-        return {op: int(pattern.end_ns[slot] - pattern.start_ns[slot]) for op, slot in self.slots[worker].items()}
+        length_ns = self.pattern.end_ns - self.pattern.start_ns
+        return {op: int(length_ns[window]) for op, window in self.window_of[worker].items()}
 
 
 def of_training(
@@ -62,29 +65,29 @@ def of_training(
     workers there."""
     program = timeline.program
     one = pattern_of(timeline, np.full(program.num_workers, arena_bytes, np.int64))
-    by_worker = [_slots(timeline, one, worker) for worker in range(program.num_workers)]
+    by_worker = [_windows_of(timeline, one, worker) for worker in range(program.num_workers)]
     numbers = [w for w in range(cells * program.num_workers) if datacenter in (None, one.worker_dc[w % len(by_worker)])]
     if not numbers:
         known = ", ".join(dict.fromkeys(one.worker_dc))
         raise AtlasError(f"--dc {datacenter}: the plan has no worker there; it has them in {known}. Give one of these")
     pattern = one.replicated(cells).only(numbers)
-    slots = []
+    window_of = []
     for index, number in enumerate(numbers):
         worker = number % program.num_workers
         ahead = int(pattern.ptr[index] - one.ptr[worker])
-        slots.append({op: slot + ahead for op, slot in by_worker[worker].items()})
+        window_of.append({op: window + ahead for op, window in by_worker[worker].items()})
     num_ranks = sum(datacenter in (None, dc) for dc in program.rank_dc)
-    return WorkerWindows(pattern, slots, num_ranks, pace, head_ns, trains=True, numbers=tuple(numbers))
+    return WorkerWindows(pattern, window_of, num_ranks, pace, head_ns, trains=True, numbers=tuple(numbers))
 
 
-def sensitivity(program: Program, costs: Costs, longer: float = 0.1) -> float:
+def sensitivity(program: Program, costs: Costs) -> float:
     """Relative increase of the iteration per relative increase of all ops; small if the WAN is the bottleneck."""
-    slower = replace(costs, compute_ns=(costs.compute_ns * (1 + longer)).astype(np.int64))
+    slower = replace(costs, compute_ns=(costs.compute_ns * (1 + LONGER)).astype(np.int64))
     before, after = (simulate(program, priced).makespan_ns for priced in (costs, slower))
-    return max(0.0, (after / before - 1) / longer)
+    return max(0.0, (after / before - 1) / LONGER)
 
 
-def _slots(timeline: Timeline, pattern: Pattern, worker: int) -> dict[int, int]:
+def _windows_of(timeline: Timeline, pattern: Pattern, worker: int) -> dict[int, int]:
     """By index of the op in one pass of the worker: the window in which it waits. These are the op whose start ends the
     window, and the ops before it that only wait for a network."""
     program, within, found = timeline.program, span(timeline), dict[int, int]()
@@ -93,11 +96,11 @@ def _slots(timeline: Timeline, pattern: Pattern, worker: int) -> dict[int, int]:
     took = timeline.op_end_ns[own] > timeline.op_start_ns[own]
     useful = np.flatnonzero(np.isin(program.kind[own], np.array(USEFUL, np.int8)) & took)
     per_pass = len(own) // program.num_iterations
-    for slot, at in enumerate((gaps.behind - own[0]).tolist(), int(pattern.ptr[worker])):
+    for window, at in enumerate((gaps.behind - own[0]).tolist(), int(pattern.ptr[worker])):
         if timeline.op_start_ns[own[at]] < within[0]:
             continue  # it starts before the period, so the window does not end where it starts
         before = int(max(useful[useful < at], default=-1))
-        found.update({op % per_pass: slot for op in range(max(before + 1, at - per_pass + 1), at + 1)})
+        found.update({op % per_pass: window for op in range(max(before + 1, at - per_pass + 1), at + 1)})
     return found
 
 
@@ -106,5 +109,5 @@ def alone(num_workers: int, arena_bytes: int, period_s: float = 1.0, busy: float
     period_ns = int(period_s * 1e9)
     windows = [[(int(busy * period_ns), period_ns)]] * num_workers
     pattern = Pattern.of_windows(windows, period_ns, ["localhost"] * num_workers, arena_bytes)
-    slots = [{0: worker} for worker in range(num_workers)]
-    return WorkerWindows(pattern, slots, num_ranks=1, numbers=tuple(range(num_workers)))
+    window_of = [{0: worker} for worker in range(num_workers)]
+    return WorkerWindows(pattern, window_of, num_ranks=1, numbers=tuple(range(num_workers)))

@@ -22,13 +22,14 @@ from atlas.evaluate import Result
 from atlas.view import write_curves
 from atlas.view.table import seconds
 from bubbletea.admit.aims import LATE_TOKENS, Aims
+from bubbletea.constants import SLOWDOWN_BUDGET
 from bubbletea.flags import aim_flags
 from bubbletea.sim.capacity import P50_RATIO, JudgedLoad, find_capacity
 from bubbletea.sim.figures import by_load, notes, table
 from bubbletea.sim.noise import Noise
-from bubbletea.sim.replay import Ours, ReplayResult, play
-from bubbletea.sim.rivals import Paper
-from bubbletea.sim.scene import Scene, dedicated, scene_of
+from bubbletea.sim.paper_policy import PaperPolicy
+from bubbletea.sim.replay import ReplayResult, ServicePolicy, play
+from bubbletea.sim.simulated_cluster import SimulatedCluster, dedicated, simulated_cluster
 from bubbletea.sim.traces import RequestTrace, load_trace, synthetic
 from bubbletea.sim.waits import load_waits, waiting
 from bubbletea.windows.bubbles import Forecast
@@ -108,7 +109,7 @@ def window_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--slowdown",
         type=positive,
-        default=0.005,
+        default=SLOWDOWN_BUDGET,
         metavar="X",
         help="largest slowdown of training by prefill, as a share",
     )
@@ -124,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
     waits = None if args.waits is None else load_waits(args.waits, cached=not args.without_cache)
     trace = synthetic() if args.requests == "synthetic" else load_trace(args.requests)
     with Meter() as meter:
-        scene = scene_of(
+        cluster = simulated_cluster(
             args.job,
             schedule=args.schedule,
             changes=args.set,
@@ -133,38 +134,40 @@ def run(args: argparse.Namespace) -> int:
             progress=meter,
         )
         if waits is not None:
-            scene = waiting(scene, waits)
+            cluster = waiting(cluster, waits)
         if args.capacity:
-            return _print_capacity(scene, trace, args, meter)
+            return _print_capacity(cluster, trace, args, meter)
         found, traces = [], [trace.resized(tokens) for tokens in args.prompt or ()] or [trace]
         for one, load, policy in product(traces, args.load or [0.6], args.policy or POLICIES):
             meter(f"{policy} at {load:g}", 0, 0)
-            row = simulated(scene, policy, one, load * scene.capacity_tokens_per_s(one), args)
+            row = simulated(cluster, policy, one, load * cluster.capacity_tokens_per_s(one), args)
             found.append(row | {"load": load, "prompt_tokens": round(float(one.tokens.mean()))})
     if args.json:
-        print_json({**scene.figures(), "trace": trace.name, "rows": found})
+        print_json({**cluster.figures(), "trace": trace.name, "rows": found})
     else:
-        show(table(found, scene, trace.name), notes(scene))
+        show(table(found, cluster, trace.name), notes(cluster))
     if args.html is not None:
         series, x, log = by_load(found)
-        write_curves(args.html, series, x, "TTFT p95, seconds (simulated)", f"{scene.name}: {trace.name}", log_y=log)
+        write_curves(args.html, series, x, "TTFT p95, seconds (simulated)", f"{cluster.name}: {trace.name}", log_y=log)
         say(f"wrote {args.html}")
     return 0
 
 
-def _print_capacity(scene: Scene, trace: RequestTrace, args: argparse.Namespace, meter: Meter) -> int:
+def _print_capacity(cluster: SimulatedCluster, trace: RequestTrace, args: argparse.Namespace, meter: Meter) -> int:
     def judge(load: float) -> JudgedLoad:
         meter(f"load {load:g}", 0, 0)
-        rate = load * scene.capacity_tokens_per_s(trace)
-        theirs = simulated(scene, "dedicated", trace, rate, argparse.Namespace(**{**vars(args), "patience": RELAXED_S}))
-        p50_s, p95_s = P50_RATIO * theirs["ttft_p50_s"], theirs["ttft_p95_s"] + scene.longest_op_ns / 1e9
+        rate = load * cluster.capacity_tokens_per_s(trace)
+        theirs = simulated(
+            cluster, "dedicated", trace, rate, argparse.Namespace(**{**vars(args), "patience": RELAXED_S})
+        )
+        p50_s, p95_s = P50_RATIO * theirs["ttft_p50_s"], theirs["ttft_p95_s"] + cluster.longest_op_ns / 1e9
         mine = {"patience": p95_s, "goal": p50_s if args.late else args.goal}
-        ours = simulated(scene, "ours", trace, rate, argparse.Namespace(**{**vars(args), **mine}))
+        ours = simulated(cluster, "ours", trace, rate, argparse.Namespace(**{**vars(args), **mine}))
         return JudgedLoad(load, ours["ttft_p50_s"], ours["ttft_p95_s"], ours["refused"], p50_s, p95_s)
 
     found = find_capacity(judge)
     if args.json:
-        print_json({**scene.figures(), "trace": trace.name, **asdict(found)})
+        print_json({**cluster.figures(), "trace": trace.name, **asdict(found)})
         return 0
     for name, one in (("within the limits", found.best), ("too much", found.worse)):
         if one is not None:
@@ -179,27 +182,27 @@ def _print_capacity(scene: Scene, trace: RequestTrace, args: argparse.Namespace,
 
 
 def simulated(
-    scene: Scene, policy: str, trace: RequestTrace, tokens_per_s: float, args: argparse.Namespace
+    cluster: SimulatedCluster, policy: str, trace: RequestTrace, tokens_per_s: float, args: argparse.Namespace
 ) -> dict[str, Any]:
     """One policy at one load."""
-    chunks = tuple(args.chunk or [scene.some_costs.efficient_tokens])
-    noise, stage, split = None, scene, args.split
+    chunks = tuple(args.chunk or [cluster.some_costs.efficient_tokens])
+    noise, stage, split = None, cluster, args.split
     if policy == "dedicated":
-        stage, split = dedicated(scene), [1]
+        stage, split = dedicated(cluster), [1]
     elif policy == "paper" and split:
         split = split[-1:]
     lanes = stage.lanes(split, max(chunks))
     slice_ns = stage.some_costs.layer(max(chunks), 0)
     forecast = Forecast(stage.pattern, budget=args.slowdown, slice_ns=slice_ns)
-    if policy == "ours" and scene.result is not None and _varies(args, scene.result):
+    if policy == "ours" and cluster.result is not None and _varies(args, cluster.result):
         jitter = args.jitter or 0.0
-        noise = Noise(scene.result, jitter, jitter)
+        noise = Noise(cluster.result, jitter, jitter)
         forecast = noise.learnt(stage.pattern, args.slowdown, slice_ns)
     aims = Aims(args.goal, args.late, LATE_TOKENS) if policy == "ours" else None
     state = stage.state(forecast, lanes, chunks, aims=aims)
     played = play(
         stage,
-        Paper(state) if policy == "paper" else Ours(state),
+        PaperPolicy(state) if policy == "paper" else ServicePolicy(state),
         policy,
         trace,
         tokens_per_s=tokens_per_s,

@@ -8,12 +8,12 @@ from typing import Any
 from rich.table import Table
 
 from atlas.view.table import percent, plain_table, right, seconds, whole_words
-from bubbletea.sim.scene import TOOL_WAITS, Scene
+from bubbletea.sim.simulated_cluster import TOOL_WAITS, SimulatedCluster
 
 
-def table(rows: Sequence[Mapping[str, Any]], scene: Scene, trace: str) -> Table:
+def table(rows: Sequence[Mapping[str, Any]], cluster: SimulatedCluster, trace: str) -> Table:
     """One line for each policy and load. Fits 80 columns."""
-    title = f"{scene.name} ({scene.schedule}), {scene.pattern.num_workers} accelerators; {trace}"
+    title = f"{cluster.name} ({cluster.schedule}), {cluster.pattern.num_workers} accelerators; {trace}"
     key, name, _ = varied(rows)
     heads = (name, "busy\n%", "filled\n%", "tokens\n/s", "TTFT\np50", "\np95", "\np99", "refu-\nsed %", "slow-\ndown %")
     made = plain_table(*whole_words("policy", style="bold"), *right(*heads), title=title, gap=0)
@@ -32,18 +32,18 @@ def table(rows: Sequence[Mapping[str, Any]], scene: Scene, trace: str) -> Table:
     return made
 
 
-def notes(scene: Scene) -> str:
+def notes(cluster: SimulatedCluster) -> str:
     """Notes below the table: the assumptions."""
-    left = scene.residual.share(scene.some_costs.nic_bytes_per_s)
-    if scene.schedule == TOOL_WAITS:
-        alone = f"Rollouts alone: {percent(1 - scene.idle_share)} busy; the rest of the time they wait for tools."
+    left = cluster.residual.share(cluster.some_costs.nic_bytes_per_s)
+    if cluster.schedule == TOOL_WAITS:
+        alone = f"Rollouts alone: {percent(1 - cluster.idle_share)} busy; the rest of the time they wait for tools."
     else:
         alone = (
-            f"Training alone: {seconds(scene.pattern.period_ns / 1e9)} an iteration, "
-            f"{percent(1 - scene.idle_share)} busy; {percent(left)} of the network is left for KV."
+            f"Training alone: {seconds(cluster.pattern.period_ns / 1e9)} an iteration, "
+            f"{percent(1 - cluster.idle_share)} busy; {percent(left)} of the network is left for KV."
         )
-        if scene.num_groups > 1:
-            alone += f" This is one of the plan's {scene.num_groups} groups, without the all-reduce between groups."
+        if cluster.num_groups > 1:
+            alone += f" This is one of the plan's {cluster.num_groups} groups, without the all-reduce between groups."
     return (
         f"{alone}\n"
         "A load of 1 would fill the bubbles completely. TTFT: from arrival until the KV is delivered.\n"

@@ -41,11 +41,11 @@ class Slowdown:
 class Noise:
     """One cell's training with random durations, and weather on links that have a model; and its windows."""
 
-    def __init__(self, result: Result, compute: float, wan: float, seed: int = 0) -> None:
-        self._compute, self._wan, self._seed = compute, wan, seed
+    def __init__(self, result: Result, compute: float, wan: float) -> None:
+        self._compute, self._wan = compute, wan
         self._program = program = result.single.program
         self._costs = result.costs
-        self._draws = WeatherRuns(program, self._costs, seed)
+        self._draws = WeatherRuns(program, self._costs, 0)
         within = span(result.single)
         gaps = [gaps_of(result.single, worker, within) for worker in range(program.num_workers)]
         self._before = np.concatenate([one.before for one in gaps])
@@ -54,7 +54,7 @@ class Noise:
 
     def period(self, k: int) -> tuple[Tables, Timeline]:
         """The `k`-th period's durations and Timeline."""
-        tables = noisy(self._draws.drawn(k), SeededNoise(self._seed + k, self._compute, self._wan), self._program)
+        tables = noisy(self._draws.drawn(k), SeededNoise(k, self._compute, self._wan), self._program)
         return tables, self._played(tables)
 
     def windows(self, actual: Timeline) -> tuple[Ints, Ints]:
@@ -72,16 +72,16 @@ class Noise:
 
     def slowdown(self, forecast: Forecast, placements: Iterable[Placement], periods: int) -> Slowdown:
         """Of placements on one cell by a forecast that starts at 0, period by period."""
-        planned = _by_slot(forecast, placements, periods)
+        planned = _by_window(forecast, placements, periods)
         ends = forecast.spans()[1] + np.repeat(forecast.pattern.phase_ns, np.diff(forecast.pattern.ptr))
         ratios, cut_ns, total_ns = [], 0, 0
         for k in range(periods):
             tables, found = self.period(WARM_UP + k)
             opened, closed = self.windows(found)
             delays = np.zeros(len(tables.op_ns), np.int64)
-            for slot, slices in planned[k].items():
-                wait_ns, lost_ns = _laid_over(slices, int(opened[slot]), int(closed[slot]), int(ends[slot]))
-                delays[self._behind[slot]] = max(wait_ns, delays[self._behind[slot]])
+            for window, slices in planned[k].items():
+                wait_ns, lost_ns = _laid_over(slices, int(opened[window]), int(closed[window]), int(ends[window]))
+                delays[self._behind[window]] = max(wait_ns, delays[self._behind[window]])
                 cut_ns, total_ns = cut_ns + lost_ns, total_ns + sum(end - start for start, end, _ in slices)
             again = self._played(tables._replace(op_ns=tables.op_ns + delays))
             ratios.append(again.iteration_ns / found.iteration_ns - 1)
@@ -95,7 +95,7 @@ Planned = list[tuple[int, int, int]]
 """Start, end and layers of a window's slices, in order, counted from the start of the period."""
 
 
-def _by_slot(forecast: Forecast, placements: Iterable[Placement], periods: int) -> list[dict[int, Planned]]:
+def _by_window(forecast: Forecast, placements: Iterable[Placement], periods: int) -> list[dict[int, Planned]]:
     """By period and window."""
     pattern, (starts, _) = forecast.pattern, forecast.spans()
     found: list[dict[int, Planned]] = [{} for _ in range(periods)]
@@ -104,11 +104,11 @@ def _by_slot(forecast: Forecast, placements: Iterable[Placement], periods: int) 
             own = slice(int(pattern.ptr[piece.worker]), int(pattern.ptr[piece.worker + 1]))
             phase = int(pattern.phase_ns[piece.worker])
             turn, at = divmod(piece.start_ns - phase, pattern.period_ns)
-            slot = own.start + int(np.searchsorted(starts[own], at, side="right")) - 1
+            window = own.start + int(np.searchsorted(starts[own], at, side="right")) - 1
             if 0 <= turn < periods:
                 base = turn * pattern.period_ns
                 layers = max(1, piece.end_layer - piece.first_layer)
-                found[turn].setdefault(slot, []).append((piece.start_ns - base, piece.end_ns - base, layers))
+                found[turn].setdefault(window, []).append((piece.start_ns - base, piece.end_ns - base, layers))
     for one in found:
         for slices in one.values():
             slices.sort()

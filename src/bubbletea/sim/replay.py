@@ -13,11 +13,10 @@ import numpy as np
 
 from bubbletea.admit.decide import admit, advance, complete
 from bubbletea.admit.records import AdmissionRefusal, Placement, PrefillRequest, RequestKind
-from bubbletea.admit.state import State
-from bubbletea.sim.scene import Scene
+from bubbletea.admit.state import AdmissionState
+from bubbletea.constants import SECOND
+from bubbletea.sim.simulated_cluster import SimulatedCluster
 from bubbletea.sim.traces import RequestTrace
-
-SECOND = 1_000_000_000
 
 
 class Policy(Protocol):
@@ -30,10 +29,10 @@ class Policy(Protocol):
         """The placements made without an arrival."""
 
 
-class Ours:
+class ServicePolicy:
     """The service's admission."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: AdmissionState) -> None:
         self.state = state
         self.done: dict[str, Placement] = {}
         """The final placements: a more urgent request may have gone first."""
@@ -70,7 +69,7 @@ class Ours:
 class ReplayResult:
     """The result of a replay, counted over `[from_ns, until_ns)`."""
 
-    scene: Scene
+    cluster: SimulatedCluster
     policy: str
     offered_tokens_per_s: float
     from_ns: int
@@ -83,7 +82,7 @@ class ReplayResult:
 
     def figures(self) -> dict[str, Any]:
         """For JSON."""
-        span_ns, pattern = self.until_ns - self.from_ns, self.scene.pattern
+        span_ns, pattern = self.until_ns - self.from_ns, self.cluster.pattern
         idle = float(pattern.idle_ns.sum()) / pattern.period_ns * span_ns
         busy = float(pattern.busy_ns) / pattern.period_ns * span_ns
         done = [p for p in self.placed.values() if self.from_ns <= p.delivered_ns < self.until_ns]
@@ -125,7 +124,7 @@ def _percentile(values: Sequence[float], q: float) -> float | None:
 
 
 def play(
-    scene: Scene,
+    cluster: SimulatedCluster,
     policy: Policy,
     name: str,
     trace: RequestTrace,
@@ -141,10 +140,10 @@ def play(
     """`warm_up` periods of training, then `periods` that count, then `cool_down` periods in which more requests arrive
     and postponed ones are placed. Prompts of the counted periods may be delivered after them; they count in shares of
     arrivals. Postponed requests that were never placed count as refused."""
-    from_ns = round(warm_up * scene.pattern.period_ns)
-    until_ns = from_ns + round(periods * scene.pattern.period_ns)
-    played = ReplayResult(scene, name, tokens_per_s, from_ns, until_ns)
-    end_ns = until_ns + round(cool_down * scene.pattern.period_ns)
+    from_ns = round(warm_up * cluster.pattern.period_ns)
+    until_ns = from_ns + round(periods * cluster.pattern.period_ns)
+    played = ReplayResult(cluster, name, tokens_per_s, from_ns, until_ns)
+    end_ns = until_ns + round(cool_down * cluster.pattern.period_ns)
     for request in arrivals(trace, tokens_per_s, end_ns, kind, patience_s, tenants):
         now_ns = request.arrival_ns
         began = time.perf_counter()
@@ -157,7 +156,7 @@ def play(
                 played.refused[one.reason] += counts
             else:
                 played.placed[one.request.id] = one
-    if isinstance(policy, Ours):
+    if isinstance(policy, ServicePolicy):
         played.placed.update(policy.done)
         played.refused["late"] += sum(from_ns <= one.arrival_ns < until_ns for one in policy.state.postponed)
         played.placed.update({name: policy.state.placement(name) for name in policy.state.lane_of})

@@ -17,10 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atlas.errors import AtlasError, SpecError
+from bubbletea.admit.prefix_index import BLOCK_TOKENS
 
 Floats = NDArray[np.float64]
-MEAN_TOKENS = 1150
-"""Of a synthetic prompt."""
+MEAN_TOKENS, MEAN_PER_S = 1150, 5.0
+"""Of the synthetic trace: tokens of a prompt, and requests. A replay stretches time to reach its load."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,10 +42,6 @@ class RequestTrace:
     def span_s(self) -> float:
         """From the first arrival to one mean interval after the last."""
         return float(self.at_s[-1]) * len(self) / max(1, len(self) - 1)
-
-    @property
-    def tokens_per_s(self) -> float:
-        return float(self.tokens.sum()) / self.span_s
 
     def resized(self, tokens: int) -> RequestTrace:
         """The same arrivals with all prompts scaled to `tokens` on average."""
@@ -111,15 +108,15 @@ def _mooncake(file: Iterator[str]) -> Iterator[Row]:
             yield float(row["timestamp"]) / 1e3, max(1, int(row["input_length"])), tuple(row.get("hash_ids", ()))
 
 
-def synthetic(num_requests: int = 4000, *, per_s: float = 5.0, seed: int = 0) -> RequestTrace:
+def synthetic(num_requests: int = 4000) -> RequestTrace:
     """Poisson arrivals; log-normal prompt lengths as in chats; every fourth continues an earlier conversation."""
-    random = np.random.default_rng(seed)
-    at = np.cumsum(random.exponential(1 / per_s, num_requests))
+    random = np.random.default_rng(0)
+    at = np.cumsum(random.exponential(1 / MEAN_PER_S, num_requests))
     tokens = np.clip(random.lognormal(np.log(MEAN_TOKENS) - 0.5, 1.0, num_requests), 16, 14_000).astype(np.int64)
     blocks: list[tuple[int, ...]] = []
     fresh = 0
     for k in range(num_requests):
-        count = int(tokens[k]) // 512
+        count = int(tokens[k]) // BLOCK_TOKENS
         old = blocks[int(random.integers(k))] if k and random.random() < 0.25 else ()
         own = old[:count] + tuple(range(fresh, fresh + max(0, count - len(old))))
         fresh += max(0, count - len(old))

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from atlas.spec.document import read_json, wrong
-from bubbletea.sim.scene import TOOL_WAITS, Scene
+from bubbletea.sim.simulated_cluster import TOOL_WAITS, SimulatedCluster
 from bubbletea.windows.bubbles import Pattern
 from bubbletea.windows.free_network import free_network
 
@@ -36,15 +36,15 @@ def load_waits(path: Path, *, cached: bool = True) -> Windows:
     return made
 
 
-def waiting(scene: Scene, windows: Windows) -> Scene:
-    """The scene's accelerators with these windows instead of training's; their networks are free."""
-    count = scene.pattern.num_workers
+def waiting(cluster: SimulatedCluster, windows: Windows) -> SimulatedCluster:
+    """The cluster's accelerators with these windows instead of training's; their networks are free."""
+    count = cluster.pattern.num_workers
     period_s = min(PERIOD_S, math.fsum(map(sum, windows)))
     spans = [_spans(windows, worker * len(windows) // count, period_s) for worker in range(count)]
     period_ns = round(period_s * 1e9)
-    pattern = Pattern.of_windows(spans, period_ns, scene.pattern.worker_dc, scene.pattern.memory_bytes)
-    network = free_network(count, period_ns, scene.some_costs.nic_bytes_per_s)
-    return replace(scene, schedule=TOOL_WAITS, pattern=pattern, residual=network, longest_op_ns=0, result=None)
+    pattern = Pattern.of_windows(spans, period_ns, cluster.pattern.worker_dc, cluster.pattern.memory_bytes)
+    network = free_network(count, period_ns, cluster.some_costs.nic_bytes_per_s)
+    return replace(cluster, schedule=TOOL_WAITS, pattern=pattern, residual=network, longest_op_ns=0, result=None)
 
 
 def _spans(windows: Windows, first: int, period_s: float) -> list[tuple[int, int]]:

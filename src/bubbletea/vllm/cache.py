@@ -46,7 +46,7 @@ class PagedCache:
         return sorted(self._layers)
 
     def slots(self, block_ids: Sequence[int]) -> Tensor:
-        """The slots of the tokens of these blocks, in order."""
+        """VLLM's slots (places of one token) of these blocks, in order."""
         blocks = torch.tensor(block_ids, dtype=torch.int64)
         return (blocks[:, None] * self.block_tokens + torch.arange(self.block_tokens)).flatten()
 

@@ -20,8 +20,8 @@ from bubbletea.model_identity import model_id
 from bubbletea.vllm.cache import PagedCache, heads_of_rank
 from bubbletea.vllm.fetching import WantedTokens, fetch
 from bubbletea.vllm.loader import KvLoad, Loader, LoadOutcome
-from bubbletea.vllm.metrics import ConnectorMetrics, Counts
-from bubbletea.vllm.orders import EngineLayout, Orders
+from bubbletea.vllm.metrics import ConnectorMetrics, LoadCounts
+from bubbletea.vllm.orders import EngineLayout, LoadOrders
 from bubbletea.vllm.settings import ConnectorSettings
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Loads(KVConnectorMetadata):  # type: ignore[misc]
+class LoadMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """From the scheduler to the workers, once per step."""
 
     loads: list[KvLoad]
@@ -55,7 +55,7 @@ class BubbleTeaConnector(KVConnectorBase_V1):  # type: ignore[misc]
             raise ValueError("this model keeps more than one kind of cache: serve it without the connector")
         self._settings = ConnectorSettings.of(transfer.kv_connector_extra_config)
         self._block_tokens: int = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-        self._orders = Orders(self._terms()) if role == KVConnectorRole.SCHEDULER else None
+        self._orders = LoadOrders(self._terms()) if role == KVConnectorRole.SCHEDULER else None
         self._loader: Loader | None = None
         self._outcome = LoadOutcome()
         self._is_idle = True
@@ -72,7 +72,7 @@ class BubbleTeaConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     # ---- beside the scheduler ----------------------------------------------------------------------------------
     @property
-    def _ordered(self) -> Orders:
+    def _ordered(self) -> LoadOrders:
         assert self._orders is not None, "called in a worker"
         return self._orders
 
@@ -85,8 +85,8 @@ class BubbleTeaConnector(KVConnectorBase_V1):  # type: ignore[misc]
         block_ids = blocks.get_block_ids()[0]
         self._ordered.place(request.request_id, _prompt(request), num_external_tokens, block_ids)
 
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Loads:
-        return Loads(self._ordered.take())
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> LoadMetadata:
+        return LoadMetadata(self._ordered.take())
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self._ordered.ended(connector_output.finished_recving or ())
@@ -115,7 +115,7 @@ class BubbleTeaConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         metadata = self._get_connector_metadata()
-        assert isinstance(metadata, Loads)
+        assert isinstance(metadata, LoadMetadata)
         assert self._loader is not None, "the caches were not registered"
         self._is_idle = forward_context.attn_metadata is None
         for load in metadata.loads:
@@ -129,10 +129,10 @@ class BubbleTeaConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._outcome.bad_blocks
 
-    def get_kv_connector_stats(self) -> Counts | None:
+    def get_kv_connector_stats(self) -> LoadCounts | None:
         if self._orders is not None:
             return None
-        counts = Counts(data=dict(self._outcome.counts))
+        counts = LoadCounts(data=dict(self._outcome.counts))
         return None if counts.is_empty() else counts
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -146,8 +146,8 @@ class BubbleTeaConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     # ---- in the server -----------------------------------------------------------------------------------------
     @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Counts:
-        return Counts(data=dict(data or {}))
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> LoadCounts:
+        return LoadCounts(data=dict(data or {}))
 
     @classmethod
     def build_prom_metrics(cls, *args: Any) -> ConnectorMetrics:

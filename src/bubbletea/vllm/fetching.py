@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from atlas.errors import AtlasError, WorkerError
-from bubbletea.handoff.fetch import Caller, Fetcher
+from bubbletea.handoff.fetch import EngineIdentity, Fetcher
 from bubbletea.handoff.remote_parts import RemotePart
 from bubbletea.kv_blocks import KvBlock
 from bubbletea.vllm.loader import KvLoad, KvSpan
@@ -34,7 +34,7 @@ class WantedTokens:
     block_tokens: int
 
 
-def fetch(load: KvLoad, wanted: WantedTokens, caller: Caller, timeout_s: float) -> list[KvSpan]:
+def fetch(load: KvLoad, wanted: WantedTokens, caller: EngineIdentity, timeout_s: float) -> list[KvSpan]:
     """Every layer from the first token to the last; raises WorkerError or OSError if anything is missing."""
     parts = load.ticket.parts_of(wanted.layers)
     fetching = _Fetching(load, wanted, caller, time.monotonic() + timeout_s, timeout_s)
@@ -51,7 +51,7 @@ class _Fetching:
 
     load: KvLoad
     wanted: WantedTokens
-    caller: Caller
+    caller: EngineIdentity
     until_s: float
     timeout_s: float
     error: Exception | None = None

@@ -24,6 +24,8 @@ from bubbletea.vllm.cache import PagedCache
 
 log = logging.getLogger("vllm.bubbletea")
 """A child of vLLM's logger, so that its handlers and level apply."""
+NUM_THREADS = 4
+"""Loads that are fetched at once."""
 STEP_S = 0.010
 """Time limit of writing per step of the engine; at least one block is written."""
 IDLE_S = 0.001
@@ -62,7 +64,7 @@ class LoadOutcome:
 
 
 @dataclass
-class _Arrival:
+class _FetchedLoad:
     load: KvLoad
     spans: list[KvSpan]
     """Emptied as they are written."""
@@ -73,10 +75,10 @@ class _Arrival:
 class Loader:
     """`fetch` runs on several threads and raises AtlasError or OSError if a load fails."""
 
-    def __init__(self, cache: PagedCache, fetch: Callable[[KvLoad], Sequence[KvSpan]], num_threads: int = 4) -> None:
+    def __init__(self, cache: PagedCache, fetch: Callable[[KvLoad], Sequence[KvSpan]]) -> None:
         self.cache, self._fetch = cache, fetch
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="bubbletea")
-        self._arrived: deque[_Arrival] = deque()
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="bubbletea")
+        self._arrived: deque[_FetchedLoad] = deque()
         self._wake = threading.Event()
         self._num_under_way = 0
 
@@ -106,7 +108,7 @@ class Loader:
 
     # ---- on our threads ----------------------------------------------------------------------------------------
     def _run(self, load: KvLoad) -> None:
-        arrival = _Arrival(load, [])
+        arrival = _FetchedLoad(load, [])
         try:
             arrival.spans = list(self._fetch(load))
             arrival.num_bytes = sum(span.kv.numel() * span.kv.element_size() for span in arrival.spans)
@@ -119,7 +121,7 @@ class Loader:
         self._wake.set()
 
     # ---- on the engine's ---------------------------------------------------------------------------------------
-    def _write_one(self, arrival: _Arrival) -> None:
+    def _write_one(self, arrival: _FetchedLoad) -> None:
         if arrival.error or not arrival.spans:
             return
         layer, offset, kv = arrival.spans.pop()
@@ -129,7 +131,7 @@ class Loader:
         except (RuntimeError, ValueError) as error:
             arrival.error = f"layer {layer} could not be written: {error}"
 
-    def _end(self, arrival: _Arrival, outcome: LoadOutcome) -> None:
+    def _end(self, arrival: _FetchedLoad, outcome: LoadOutcome) -> None:
         load = arrival.load
         self._num_under_way -= 1
         outcome.finished.add(load.request_id)

@@ -15,7 +15,7 @@ COUNTS = {
 """Exported as `bubbletea:handoff_<name>_total`."""
 
 
-class Counts(KVConnectorStats):  # type: ignore[misc]
+class LoadCounts(KVConnectorStats):  # type: ignore[misc]
     """Counts since the last report."""
 
     def reset(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from atlas.addresses import is_loopback
 from atlas.errors import AtlasError, WorkerError
-from bubbletea.handoff.fetch import Caller, Fetcher
+from bubbletea.handoff.fetch import EngineIdentity, Fetcher
 from bubbletea.handoff.remote_parts import Ticket
 from bubbletea.handoff.signature import require_genuine, require_prompt
 from bubbletea.vllm.loader import KvLoad
@@ -28,7 +28,7 @@ class EngineLayout:
 
     model: str
     """`model_identity` of the model that vLLM runs."""
-    caller: Caller
+    caller: EngineIdentity
     block_tokens: int
     peers: frozenset[str] = frozenset()
     """Hosts whose keys and values are accepted besides those of this machine."""
@@ -49,7 +49,7 @@ class EngineLayout:
         return ticket
 
 
-class Orders:
+class LoadOrders:
     """Called by vLLM's scheduler, on its thread. Requests are identified by their ids."""
 
     def __init__(self, terms: EngineLayout) -> None:
@@ -131,7 +131,7 @@ class Orders:
         self._releases.submit(_say_released, ticket, self.terms.caller)
 
 
-def _say_released(ticket: Ticket, caller: Caller) -> None:
+def _say_released(ticket: Ticket, caller: EngineIdentity) -> None:
     try:
         with Fetcher(ticket.host, ticket.port, caller, ticket.service) as fetcher:
             fetcher.release(ticket)

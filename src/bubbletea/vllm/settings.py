@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bubbletea.handoff.fetch import Caller
+from bubbletea.handoff.fetch import EngineIdentity
 from bubbletea.nixl_plane import is_installed
 
 
@@ -52,7 +52,7 @@ class ConnectorSettings:
         return cls(**{**extra, "peers": tuple(extra.get("peers", ()))})
 
     @property
-    def caller(self) -> Caller:
-        return Caller(
+    def caller(self) -> EngineIdentity:
+        return EngineIdentity(
             Path(self.token_file).read_text(encoding="utf-8").strip(), self.certs, self.name, self.data_plane == "nixl"
         )

@@ -16,8 +16,11 @@ from numpy.typing import NDArray
 from atlas.errors import AtlasError
 from atlas.ir.program import USEFUL, Ints
 from atlas.ir.timeline import Timeline
+from bubbletea.constants import SLOWDOWN_BUDGET
 from bubbletea.windows.learn import Learner
 
+UNLIMITED_BYTES = 2**62
+"""Memory of workers whose memory does not matter."""
 SWITCH_NS = 100_000
 """Subtracted from every window: from the end of an op to the first kernel of a slice, and back."""
 MAX_RISK = 0.25
@@ -148,7 +151,7 @@ def pattern_of(timeline: Timeline, memory_bytes: Ints | None = None) -> Pattern:
         raise AtlasError("a timeline without ops has no period: simulate or run at least one iteration")
     low_ns, high_ns = span(timeline)
     found = [gaps_of(timeline, worker, (low_ns, high_ns)) for worker in range(program.num_workers)]
-    room = np.full(program.num_workers, 2**62, np.int64) if memory_bytes is None else memory_bytes
+    room = np.full(program.num_workers, UNLIMITED_BYTES, np.int64) if memory_bytes is None else memory_bytes
     return Pattern(
         period_ns=high_ns - low_ns,
         phase_ns=np.array([gaps.phase_ns for gaps in found], np.int64),
@@ -161,14 +164,14 @@ def pattern_of(timeline: Timeline, memory_bytes: Ints | None = None) -> Pattern:
 
 
 def observed_pattern(
-    pattern: Pattern, period_ns: int, opened_ns: Ints, closed_ns: Ints, known_slots: NDArray[np.bool_]
+    pattern: Pattern, period_ns: int, opened_ns: Ints, closed_ns: Ints, known_windows: NDArray[np.bool_]
 ) -> Pattern:
     """The Pattern of a run that is not as its plan predicts: with the period and the windows that were observed. Their
     times count from any moment of a period, the same for all workers."""
     ratio, phases = period_ns / pattern.period_ns, np.zeros_like(pattern.phase_ns)
     starts, ends = (pattern.start_ns * ratio).astype(np.int64), (pattern.end_ns * ratio).astype(np.int64)
     for worker, own in enumerate(map(slice, pattern.ptr[:-1].tolist(), pattern.ptr[1:].tolist())):
-        opened, closed, known = opened_ns[own], closed_ns[own], known_slots[own]
+        opened, closed, known = opened_ns[own], closed_ns[own], known_windows[own]
         if not known.any():
             phases[worker] = int(pattern.phase_ns[worker] * ratio)
             continue
@@ -208,12 +211,14 @@ class Forecast:
         pattern: Pattern,
         *,
         anchor_ns: int = 0,
-        budget: float = 0.005,
+        budget: float = SLOWDOWN_BUDGET,
         slice_ns: int = 5_000_000,
         guarded: bool = False,
     ) -> None:
         if not 0 < budget < 1:
-            raise AtlasError(f"a training slow-down budget of {budget!r} is not a share: give a number such as 0.005")
+            raise AtlasError(
+                f"a training slow-down budget of {budget!r} is not a share: give a number such as {SLOWDOWN_BUDGET}"
+            )
         self.pattern, self.anchor_ns, self.period_ns = pattern, anchor_ns, pattern.period_ns
         self.budget, self.slice_ns, self.guarded = budget, slice_ns, guarded
         self.learner = Learner(len(pattern.start_ns))

@@ -1,7 +1,7 @@
-"""Observed windows, slot by slot: quantiles over the last periods, and detection of a changed job.
+"""Observed windows, one by one: quantiles over the last periods, and detection of a changed job.
 
-A slot is one window of one worker within the period. Each keeps its last deviations from the forecast (how late it
-opened, how early it closed); margins are their quantiles. When most slots are outside their whole history for three
+Each window of a worker within the period keeps its last deviations from the forecast (how late it opened, how early it
+closed); margins are their quantiles. When most windows are outside their whole history for three
 periods in a row, the job has changed and the history is dropped. Knows neither workers nor prefill.
 """
 
@@ -18,16 +18,16 @@ HISTORY = 32
 """Periods in a quantile."""
 DRIFT_PERIODS = 3
 DRIFT_SHARE = 0.5
-"""The job has changed if this share of the slots is outside its history for this many periods in a row."""
+"""The job has changed if this share of the windows is outside its history for this many periods in a row."""
 DRIFT_NS = 2_000_000
-"""Smaller changes of a slot are ignored."""
+"""Smaller changes of a window are ignored."""
 
 
 class Learner:
-    """Deviations of every slot over the last periods."""
+    """Deviations of every window over the last periods."""
 
-    def __init__(self, num_slots: int) -> None:
-        self._late: NDArray[np.float64] = np.full((num_slots, HISTORY), np.nan)
+    def __init__(self, num_windows: int) -> None:
+        self._late: NDArray[np.float64] = np.full((num_windows, HISTORY), np.nan)
         self._early = self._late.copy()
         self.seen = 0
         """Periods since the last change of the job."""
@@ -36,7 +36,7 @@ class Learner:
         """How often the history was dropped."""
 
     def observe(self, late_ns: Ints, early_ns: Ints, known: NDArray[np.bool_]) -> None:
-        """One period: how much later each slot opened, and how much later (negative: earlier) it closed."""
+        """One period: how much later each window opened, and how much later (negative: earlier) it closed."""
         self._outside = self._outside + 1 if self._is_outside(late_ns, early_ns, known) else 0
         if self._outside >= DRIFT_PERIODS:
             keep = [(self.seen - back) % HISTORY for back in range(1, DRIFT_PERIODS)]
@@ -51,7 +51,7 @@ class Learner:
         self.seen += 1
 
     def margins(self, risk: float) -> tuple[Ints, Ints]:
-        """By slot: nanoseconds to add to its start and to its end, each exceeded with chance `risk` at most."""
+        """By window: nanoseconds to add to its start and to its end, each exceeded with chance `risk` at most."""
         count = min(self.seen, HISTORY)
         if not count:
             return np.zeros(len(self._late), np.int64), np.zeros(len(self._late), np.int64)
@@ -61,12 +61,12 @@ class Learner:
         return _whole(late[:, rank]), _whole(early[:, count - 1 - rank])
 
     def averages(self) -> tuple[Ints, Ints]:
-        """By slot: the average deviations of its start and of its end."""
+        """By window: the average deviations of its start and of its end."""
         counts = np.maximum(1, np.sum(~np.isnan(self._late), axis=1))
         return _whole(np.nansum(self._late, axis=1) / counts), _whole(np.nansum(self._early, axis=1) / counts)
 
     def _is_outside(self, late_ns: Ints, early_ns: Ints, known: NDArray[np.bool_]) -> bool:
-        """Whether most slots are outside their history; the suspected periods are not part of it."""
+        """Whether most windows are outside their history; the suspected periods are not part of it."""
         count = min(self.seen, HISTORY)
         columns = [(self.seen - 1 - back) % HISTORY for back in range(count)][self._outside :]
         if len(columns) < 2 * DRIFT_PERIODS or not known.any():

@@ -32,6 +32,7 @@ from tvcache.tools import Effect, Tool
 
 _numbers = itertools.count(1)
 MAX_THREADS = 512
+"""Rollouts of a step that call tools at once; each blocks one thread."""
 URL_VARIABLE, TOKEN_VARIABLE = "TVCACHE_URL", "TVCACHE_TOKEN"
 
 

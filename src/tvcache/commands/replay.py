@@ -19,9 +19,10 @@ from tvcache.errors import TvcacheError
 from tvcache.replay import KEYINGS, Durations, KeyingResult, quantiles, replay, waits_file, without
 from tvcache.show import duration
 from tvcache.tools import Effect
-from tvcache.trajectories import Recorded, Step, read
+from tvcache.trajectories import RecordedCall, RecordedRollouts, read
 
 MAX_S = 1e6
+"""The longest time that a flag takes: larger numbers are mistakes."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     effect = _effects(args, recorded)
     if args.seconds is None and args.waits is not None and not recorded.timed:
         raise TvcacheError(f"{args.trajectories} has no seconds of calls: add --seconds, for example 2..20")
-    seconds: Callable[[Step], float] = Durations(*(args.seconds or ()))
+    seconds: Callable[[RecordedCall], float] = Durations(*(args.seconds or ()))
     timed = args.seconds is not None or recorded.timed
     outcomes = [replay(recorded, effect, keying, seconds) for keying in KEYINGS]
     before = without(recorded, seconds)
@@ -67,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _effects(args: argparse.Namespace, recorded: Recorded) -> Callable[[str], Effect]:
+def _effects(args: argparse.Namespace, recorded: RecordedRollouts) -> Callable[[str], Effect]:
     if args.mutates is not None and args.reads is not None:
         raise TvcacheError("--mutates and --reads exclude each other: each declares all other tools. Give one")
     there = {step.name for one in recorded.trajectories for step in one.steps}
@@ -89,7 +90,11 @@ def _effects(args: argparse.Namespace, recorded: Recorded) -> Callable[[str], Ef
 
 
 def _figures(
-    recorded: Recorded, outcomes: list[KeyingResult], before: list[list[float]], timed: bool, args: argparse.Namespace
+    recorded: RecordedRollouts,
+    outcomes: list[KeyingResult],
+    before: list[list[float]],
+    timed: bool,
+    args: argparse.Namespace,
 ) -> dict[str, Any]:
     whole_s = sum(wait for waits in before for wait in waits)
     rows = []

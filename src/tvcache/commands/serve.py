@@ -24,6 +24,9 @@ from tvcache.log import LogStore
 from tvcache.peers import Peers
 
 PORT = 8765
+"""Unless --port gives another one."""
+BACKLOG = 1024
+"""Connections that wait to be accepted. The kernel may allow fewer."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -115,7 +118,7 @@ def _tls(certificates: Certificates) -> dict[str, Any]:
 def _listener(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=1024)
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
         raise TvcacheError(
             f"cannot listen on {host}:{port}: {error.strerror or error}. Choose another --port"

@@ -22,7 +22,7 @@ class Environment(Protocol):
 
 
 @runtime_checkable
-class Measured(Protocol):
+class Sized(Protocol):
     def size_bytes(self) -> int:
         """Size of a snapshot, counted against the byte budget."""
 
@@ -40,4 +40,4 @@ def require_tool(name: str, tools: Collection[str]) -> None:
 
 
 def size_bytes(environment: Environment) -> int:
-    return environment.size_bytes() if isinstance(environment, Measured) else 0
+    return environment.size_bytes() if isinstance(environment, Sized) else 0

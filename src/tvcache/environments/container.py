@@ -17,6 +17,7 @@ from tvcache.environments import require_tool
 from tvcache.errors import TvcacheError
 
 TIMEOUT_S = 120.0
+"""Of one command of the container runtime, beside the time limit of what runs inside."""
 LABEL = "tvcache"
 """Label of every container and image made here, to find and remove leftovers of a killed process."""
 

@@ -8,7 +8,7 @@ from atlas.spec.job import Model
 from bubbletea.admit.aims import Aims
 from bubbletea.admit.lanes import build_lanes
 from bubbletea.admit.records import PrefillRequest
-from bubbletea.admit.state import State
+from bubbletea.admit.state import AdmissionState
 from bubbletea.costs import LayerTime, PrefillCosts
 from bubbletea.windows.bubbles import Forecast, Pattern
 from bubbletea.windows.free_network import Residual
@@ -32,9 +32,9 @@ def state_of(
     residual: Residual | None = None,
     kept: float = 0.0,
     aims: Aims | None = None,
-) -> State:
+) -> AdmissionState:
     lanes = build_lanes(made, COSTS, split=split, num_ranks=1, chunk=max(chunks))
-    return State(Forecast(made), COSTS, lanes, residual=residual, chunks=chunks, kept=kept, aims=aims)
+    return AdmissionState(Forecast(made), COSTS, lanes, residual=residual, chunks=chunks, kept=kept, aims=aims)
 
 
 @st.composite

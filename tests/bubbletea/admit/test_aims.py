@@ -9,20 +9,20 @@ from bubbletea.admit import decide
 from bubbletea.admit.aims import LATEST_NS, RETRY_NS, Aims
 from bubbletea.admit.decide import admit, advance, cancel
 from bubbletea.admit.records import AdmissionRefusal, Placement, PrefillRequest
-from bubbletea.admit.state import State
+from bubbletea.admit.state import AdmissionState
 
 PERIOD = 100 * MS
 SLOW = decide.LOOKED + 6
 """Workers, each a lane of its own kind."""
 
 
-def quick_and_slow(goal_s: float | None) -> State:
+def quick_and_slow(goal_s: float | None) -> AdmissionState:
     """One worker that is always idle; more that are idle for a third of every ten milliseconds."""
     third = [[(at * MS, at * MS + 10 * MS // 3 + k * 1000) for at in range(0, 100, 10)] for k in range(SLOW)]
     return state_of(pattern([[(0, PERIOD)], *third], PERIOD), 1, aims=Aims(goal_s))
 
 
-def scarce(late: float) -> State:
+def scarce(late: float) -> AdmissionState:
     """One worker: hardly idle for half of the time, idle for the other half."""
     drops = [(k * MS, (k + 1) * MS) for k in range(0, 500, 20)]
     return state_of(pattern([[*drops, (500 * MS, 1000 * MS)]], 1000 * MS), 1, aims=Aims(late=late))
@@ -60,7 +60,7 @@ def test_no_more_requests_are_late_than_allowed_and_others_are_refused() -> None
     found = [admit(state, ask(f"long{k}", 4000, now=10 * MS), 10 * MS) for k in range(3)]
     assert found[0] is None
     assert all(isinstance(one, AdmissionRefusal) for one in found[1:])
-    assert state.num_waiting == 4
+    assert len(state.lane_of) + len(state.postponed) + len(state.backlog) == 4
 
 
 def test_late_requests_wait_for_ample_windows_and_give_way() -> None:
@@ -95,4 +95,4 @@ def test_a_cancelled_late_request_is_removed() -> None:
     assert admit(state, ask("long", 4000), 0) is None
     assert cancel(state, "long", 0) == ()
     assert advance(state, 600 * MS) == ()
-    assert state.num_waiting == 1
+    assert len(state.lane_of) + len(state.postponed) + len(state.backlog) == 1

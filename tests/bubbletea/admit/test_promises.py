@@ -19,7 +19,7 @@ from bubbletea.admit.aims import Aims
 from bubbletea.admit.decide import admit, advance, cancel, complete, late, reforecast
 from bubbletea.admit.lanes import KV_TOKENS, need_bytes
 from bubbletea.admit.records import AdmissionRefusal, Placement, PrefillRequest, PrefillSlice
-from bubbletea.admit.state import State
+from bubbletea.admit.state import AdmissionState
 from bubbletea.costs import grain_of
 from bubbletea.windows.bubbles import Pattern
 
@@ -28,7 +28,7 @@ SHORTER = st.sampled_from([0.0, 0.5, 0.95, 1.0])
 AIMS = st.sampled_from([Aims(), Aims(goal_s=0.02, late=0.5)])
 
 
-def play(state: State, arriving: list[PrefillRequest]) -> list[Placement]:
+def play(state: AdmissionState, arriving: list[PrefillRequest]) -> list[Placement]:
     """Everything let in, as finally placed."""
     for request in arriving:
         admit(state, request, request.arrival_ns)
@@ -36,7 +36,7 @@ def play(state: State, arriving: list[PrefillRequest]) -> list[Placement]:
     return [state.placement(name) for name in state.lane_of]
 
 
-def snapshot(state: State) -> object:
+def snapshot(state: AdmissionState) -> object:
     """All placements."""
     queues = [
         [(e.request.id, e.first_token, e.end_token, e.slices.tolist(), e.delivered_ns) for e in queue]
@@ -45,7 +45,7 @@ def snapshot(state: State) -> object:
     return queues, state.tracks.tolist(), len(state.postponed), len(state.backlog)
 
 
-def fits(state: State, piece: PrefillSlice) -> bool:
+def fits(state: AdmissionState, piece: PrefillSlice) -> bool:
     return any(
         w.start_ns <= piece.start_ns and piece.end_ns <= w.end_ns
         for w in ahead(state.forecast, piece.worker, piece.start_ns, piece.end_ns)

@@ -20,11 +20,11 @@ from atlas.errors import AtlasError, WorkerError
 from atlas.wan.security.certs import make_ca, make_node
 from atlas.wan.security.credentials import Credentials, Security
 from bubbletea.frames import PROOF, WireFrame, greet, pack, receive, send
-from bubbletea.handoff.fetch import Caller, Fetcher
+from bubbletea.handoff.fetch import EngineIdentity, Fetcher
 from bubbletea.handoff.kv_store import KvStore
 from bubbletea.handoff.remote_parts import RemotePart, Ticket
 from bubbletea.kv_blocks import FETCH, KV, KvBlock, bytes_of, pack_block, unpack_block
-from bubbletea.kv_server import Holder, KvServer, KvServerThread, WantedBlocks, own_address
+from bubbletea.kv_server import KvHolder, KvServer, KvServerThread, WantedBlocks, own_address
 from bubbletea.prefill.kept_parts import KeptParts
 from bubbletea.prefill.messages import LOGITS
 from bubbletea.prefill.shard import Served
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 WANTED = {"ticket": "t1", "start": 0, "stop": 40}
-CALLER = Caller("secret")
+CALLER = EngineIdentity("secret")
 
 
 def filled(ticket: str = "t1", length: int = 40) -> KeptParts:
@@ -52,7 +52,7 @@ def ticket_at(address: tuple[str, int]) -> Ticket:
     return Ticket("t1", *address, SERVED.id, 40, (RemotePart(*address, 0, 4),))
 
 
-def with_door(holder: Holder, talk: Callable[[KvServer], T]) -> T:
+def with_door(holder: KvHolder, talk: Callable[[KvServer], T]) -> T:
     """`talk` on a thread of its own, as a decode engine would be a process of its own."""
 
     async def main() -> T:
@@ -139,10 +139,10 @@ def test_with_certificates_a_part_is_fetched_over_mutual_tls(tmp_path: Path, mon
     thread = KvServerThread(server, "127.0.0.1")
     try:
         ticket = ticket_at(thread.address)
-        with Fetcher(*thread.address, Caller("secret", str(tmp_path), "east/vllm"), "east/p0.s0") as fetcher:
+        with Fetcher(*thread.address, EngineIdentity("secret", str(tmp_path), "east/vllm"), "east/p0.s0") as fetcher:
             assert len(list(fetcher.fetch(ticket))) == 8
         with pytest.raises(WorkerError, match="its certificate is for east"):
-            Fetcher(*thread.address, Caller("secret", str(tmp_path), "east/vllm"), "west/p0.s0")
+            Fetcher(*thread.address, EngineIdentity("secret", str(tmp_path), "east/vllm"), "west/p0.s0")
         with pytest.raises(WorkerError, match="name their folder in `certs`"):
             Fetcher(*thread.address, CALLER, "east/p0.s0")
         monkeypatch.setattr("bubbletea.frames.GREETING_S", 0.2)  # neither side says a word first
@@ -155,7 +155,7 @@ def test_with_certificates_a_part_is_fetched_over_mutual_tls(tmp_path: Path, mon
 def test_callers_without_the_token_get_nothing() -> None:
     def talk(kv_server: KvServer) -> None:
         with pytest.raises(WorkerError, match="the service has another token: give both sides the same"):
-            Fetcher(*kv_server.address, Caller("guess"))
+            Fetcher(*kv_server.address, EngineIdentity("guess"))
 
     with_door(filled(), talk)
     assert Ticket.of({"do_remote_prefill": True, "remote_engine_id": "other"}) is None

@@ -20,7 +20,7 @@ import torch
 
 from atlas.errors import WorkerError
 from bubbletea import kv_server, nixl_plane
-from bubbletea.handoff.fetch import Caller, Fetcher
+from bubbletea.handoff.fetch import EngineIdentity, Fetcher
 from bubbletea.handoff.remote_parts import RemotePart, Ticket
 from bubbletea.kv_blocks import KvBlock
 from bubbletea.kv_server import KvServer, KvServerThread
@@ -109,7 +109,7 @@ def listening() -> Iterator[tuple[KvServer, tuple[str, int]]]:
 
 def fetched(address: tuple[str, int], heads: tuple[int, int] | None = None, *, by_nixl: bool = True) -> list[KvBlock]:
     ticket = Ticket("t", *address, "m", TOKENS, (RemotePart(*address, 0, len(LAYERS)),))
-    with Fetcher(*address, Caller(TOKEN, by_nixl=by_nixl)) as fetcher:
+    with Fetcher(*address, EngineIdentity(TOKEN, by_nixl=by_nixl)) as fetcher:
         return list(fetcher.fetch(ticket, heads=heads))
 
 

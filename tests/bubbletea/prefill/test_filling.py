@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from modelled_stream import MS, US, Stream, llama_on_h200, modelled_time
-from prefill_samples import LLAMA, Collector
+from prefill_samples import LLAMA, Collector, even_ends
 from torch import Tensor
 
 from atlas.runtime.device import Paced, Span
@@ -22,9 +22,9 @@ from atlas.runtime.waits import Arrival, Position, SharedDevice
 from atlas.wan.transport.base import Handle
 from bubbletea.prefill.arena import Arena
 from bubbletea.prefill.engine import PrefillEngine
-from bubbletea.prefill.filling import Filling
+from bubbletea.prefill.filling import WaitFilling
 from bubbletea.prefill.guard import Guard
-from bubbletea.prefill.job import PrefillTask, even_ends
+from bubbletea.prefill.job import PrefillTask
 from bubbletea.prefill.piece_times import PieceTimes
 from bubbletea.prefill.shard import ModelShard, Served
 
@@ -61,7 +61,7 @@ class Endless(Collector):
 
     def offer(self, job: int) -> None:
         length = 2 * CHUNK
-        self.engine.offer(PrefillTask(job, 0, length, 0, even_ends(0, length, CHUNK), 0, job), [1] * length)
+        self.engine.offer(PrefillTask(job, 0, length, 0, even_ends(length, CHUNK), 0, job), [1] * length)
 
 
 def endless() -> PrefillEngine:
@@ -91,7 +91,7 @@ def train(
     with modelled_time() as clock:
         engine, stream = endless(), Stream(clock, llama_on_h200(rng, STANDS_FOR))
         engine.changed = clock  # type: ignore[assignment]
-        filling = Filling(engine, Guard(0.25), stream, MARGIN_NS)  # type: ignore[arg-type]
+        filling = WaitFilling(engine, Guard(0.25), stream, MARGIN_NS)  # type: ignore[arg-type]
         start_ns = clock.now_ns
         for number in range(periods):
             for index, arrive_ns in enumerate(ARRIVE_NS):
@@ -138,7 +138,7 @@ def test_a_prediction_that_admits_nothing_is_lowered(paced_ns: int | None) -> No
         for took_ns in (1800 * US, *(900 * MS,) * 4):
             engine.pace.observe(CHUNK, CHUNK, took_ns)
         pace = None if paced_ns is None else (lambda piece: paced_ns)
-        filling = Filling(engine, Guard(0.25, {0: 100 * MS}), stream, MARGIN_NS, pace)  # type: ignore[arg-type]
+        filling = WaitFilling(engine, Guard(0.25, {0: 100 * MS}), stream, MARGIN_NS, pace)  # type: ignore[arg-type]
         for number in range(6):
             began_ns = clock.now_ns
             filling.fill(Position(number, 0), lambda: clock.now_ns >= began_ns + 100 * MS)  # noqa: B023
@@ -155,7 +155,7 @@ def test_waits_too_short_for_a_paced_piece_do_not_lower_predictions() -> None:
             engine.pace.observe(CHUNK, CHUNK, took_ns)
         before_ns = engine.pace.predict_ns(CHUNK, CHUNK)
         guard = Guard(0.25, {0: 5 * MS})
-        filling = Filling(engine, guard, stream, MARGIN_NS, lambda piece: 10 * MS)  # type: ignore[arg-type]
+        filling = WaitFilling(engine, guard, stream, MARGIN_NS, lambda piece: 10 * MS)  # type: ignore[arg-type]
         for number in range(6):
             began_ns = clock.now_ns
             filling.fill(Position(number, 0), lambda: clock.now_ns >= began_ns + 5 * MS)  # noqa: B023
@@ -251,7 +251,7 @@ class CountedEvent(threading.Event):
 def test_a_wait_without_work_sleeps_until_its_input_arrives() -> None:
     engine = PrefillEngine(Idler(TINY, TINY.cuts((4,))[0], Arena(8 << 20, 64 << 20)), Collector(TINY, CHUNK))
     engine.changed = events = CountedEvent()
-    filling = Filling(engine, Guard(0.25, {0: 60_000 * MS}), SharedDevice(Paced(), lambda span: None), MARGIN_NS)
+    filling = WaitFilling(engine, Guard(0.25, {0: 60_000 * MS}), SharedDevice(Paced(), lambda span: None), MARGIN_NS)
     handle = Handle("an input")
     threading.Timer(0.2, handle.finish).start()
     filling.fill(Position(0, 0), Arrival([handle]))

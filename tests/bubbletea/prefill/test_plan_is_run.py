@@ -10,7 +10,7 @@ from prefill_samples import LLAMA, Collector, make_stages, step
 from bubbletea.admit.decide import admit
 from bubbletea.admit.lanes import build_lanes
 from bubbletea.admit.records import Placement, PrefillRequest
-from bubbletea.admit.state import State
+from bubbletea.admit.state import AdmissionState
 from bubbletea.costs import LayerTime
 from bubbletea.prefill.job import HEAD, PrefillPiece, PrefillTask
 from bubbletea.prefill.shard import Served
@@ -34,7 +34,7 @@ def test_a_worker_cuts_layers_as_admission_does(length: int, chunk: int) -> None
     forecast = Forecast(Pattern.of_windows([windows], int(ends[-1]), ["here"], 2**40))
     costs = costs_of(served, LAYER, HEAD_NS)
     lanes = build_lanes(forecast.pattern, costs, split=1, num_ranks=1, chunk=chunk)
-    plan = admit(State(forecast, costs, lanes, chunks=(chunk,)), PrefillRequest("a", "t", length, 0), 0)
+    plan = admit(AdmissionState(forecast, costs, lanes, chunks=(chunk,)), PrefillRequest("a", "t", length, 0), 0)
     assert isinstance(plan, Placement)
     planned = [
         (layer, piece.first_token, piece.end_token)

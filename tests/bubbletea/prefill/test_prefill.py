@@ -10,9 +10,11 @@ from prefill_samples import (
     FAMILIES,
     LLAMA,
     Collector,
+    even_ends,
     greedy_after,
     greedy_alone,
     make_stages,
+    num_tasks,
     offer_everywhere,
     run_all,
     step,
@@ -23,7 +25,7 @@ from atlas.errors import InfeasibleError
 from atlas.runtime.device import Cpu
 from bubbletea.prefill.arena import Arena
 from bubbletea.prefill.engine import PrefillEngine
-from bubbletea.prefill.job import PrefillTask, even_ends
+from bubbletea.prefill.job import PrefillTask
 from bubbletea.prefill.piece_times import PieceTimes
 from bubbletea.prefill.shard import ModelShard, Served
 from bubbletea.prefill.warming import warm_up
@@ -107,7 +109,7 @@ def test_jobs_wait_for_memory_and_all_end() -> None:
     alone = (shard.arena.free_bytes) // shard.job_bytes(300, 100)
     assert 0 < alone < 10
     for job in range(10):
-        engine.offer(PrefillTask(job, 0, 300, 0, even_ends(0, 300, 100), 0, 10 - job), prompt(rng, 300))
+        engine.offer(PrefillTask(job, 0, 300, 0, even_ends(300, 100), 0, 10 - job), prompt(rng, 300))
     run_all([engine])
     assert collector.finished == 10
     assert not collector.failures
@@ -157,7 +159,7 @@ def test_a_task_that_can_never_run_is_refused_at_once() -> None:
     assert "cannot be run" in collector.failures[0]
     assert "whole arena" in collector.failures[1]
     assert "smaller chunks" in collector.failures[2]
-    engine.offer(PrefillTask(4, 0, 500, 0, even_ends(0, 500, 32), 0, 0), [0] * 500)
+    engine.offer(PrefillTask(4, 0, 500, 0, even_ends(500, 32), 0, 0), [0] * 500)
     run_all([engine])
     assert collector.finished == 1
 
@@ -172,7 +174,7 @@ def test_a_cancelled_job_gives_its_memory_back() -> None:
     engine.cancel(1, 0)
     assert not step(engine)
     assert engine.shard.arena.free_bytes == before
-    assert engine.num_tasks == 0
+    assert num_tasks(engine) == 0
 
 
 def test_an_arena_too_small_for_the_weights_is_an_error() -> None:
@@ -183,12 +185,12 @@ def test_an_arena_too_small_for_the_weights_is_an_error() -> None:
 
 def test_an_arena_joins_adjacent_free_parts() -> None:
     arena = Arena(1024, 0)
-    rooms = [arena.take(256) for _ in range(4)]
+    allocations = [arena.take(256) for _ in range(4)]
     assert arena.take(1) is None
     for index in (2, 0, 3, 1):
-        room = rooms[index]
-        assert room is not None
-        arena.free(room)
+        allocation = allocations[index]
+        assert allocation is not None
+        arena.free(allocation)
     assert arena.take(1024) is not None
 
 

@@ -28,11 +28,11 @@ def shard() -> ModelShard:
 
 def run(shard: ModelShard, x: Tensor, cuts: list[int]) -> Tensor:
     """One layer over the tokens, cut there."""
-    room = shard.arena.require(shard.job_bytes(x.shape[1], x.shape[1]), "a prompt")
-    slab = shard.lay_out(room, x.shape[1], x.shape[1])[0][0]
+    allocation = shard.arena.require(shard.job_bytes(x.shape[1], x.shape[1]), "a prompt")
+    slab = shard.lay_out(allocation, x.shape[1], x.shape[1])[0][0]
     ends = [*cuts, x.shape[1]]
     found = [shard.layer(0, x[:, a:b], slab) for a, b in zip([0, *cuts], ends, strict=True)]
-    shard.arena.free(room)
+    shard.arena.free(allocation)
     return torch.cat(found, 1)
 
 

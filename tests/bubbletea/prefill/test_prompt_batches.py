@@ -7,11 +7,11 @@ import random
 
 import pytest
 import torch
-from prefill_samples import FAMILIES, Collector, make_stages, run_all
+from prefill_samples import FAMILIES, Collector, even_ends, make_stages, run_all
 
 from bubbletea.costs import LayerTime
 from bubbletea.prefill.engine import PrefillEngine
-from bubbletea.prefill.job import PrefillPiece, PrefillTask, even_ends, together
+from bubbletea.prefill.job import PrefillPiece, PrefillTask, together
 from bubbletea.prefill.shard import Served
 from bubbletea.prefill.staging import Staged
 
@@ -39,7 +39,7 @@ def offer(stages: list[PrefillEngine], job: int, length: int, due_ns: int = 0, p
     tokens = random.Random(job).choices(range(256), k=length)
     peers = tuple((f"dc/{s}", "127.0.0.1", 0) for s in range(len(stages)))
     for s, stage in enumerate(stages):
-        task = PrefillTask(job, 0, length, 0, even_ends(0, length, CHUNK), s, due_ns, peers, planned_ns)
+        task = PrefillTask(job, 0, length, 0, even_ends(length, CHUNK), s, due_ns, peers, planned_ns)
         stage.offer(task, tokens if s == 0 else ())
 
 

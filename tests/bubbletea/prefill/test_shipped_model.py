@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from greedy_decoding import greedy
 
 import atlas.runtime.data
 from atlas.runtime.models.decoder import LayerRange
-from atlas.runtime.models.generate import greedy
 from atlas.runtime.models.huggingface import read_config
 from atlas.runtime.models.weights import load
 from bubbletea.prefill.shard import TINY

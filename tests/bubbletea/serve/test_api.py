@@ -19,11 +19,11 @@ from serving import PATIENCE_S, TINY, Serving, post_patiently, serving
 
 from atlas.errors import WorkerError
 from bubbletea.admit.aims import Aims
-from bubbletea.handoff.fetch import Caller, Fetcher
+from bubbletea.handoff.fetch import EngineIdentity, Fetcher
 from bubbletea.handoff.remote_parts import RemotePart, Ticket
 from bubbletea.kv_blocks import KvBlock
 from bubbletea.serve import http as http_module
-from bubbletea.serve.auth import Keys
+from bubbletea.serve.auth import ApiKeys
 from bubbletea.serve.metrics import ServiceMetrics
 
 KEYS = {"red": "red-key", "blue": "blue-key"}
@@ -35,7 +35,7 @@ IN_TIME_S = 2.0
 @pytest.fixture(scope="module")
 def service() -> Iterator[Serving]:
     digests = {name: hashlib.sha256(key.encode()).digest() for name, key in KEYS.items()}
-    with serving(keys=Keys(digests, dict.fromkeys(KEYS, 1.0))) as found:
+    with serving(keys=ApiKeys(digests, dict.fromkeys(KEYS, 1.0))) as found:
         yield found
 
 
@@ -169,7 +169,7 @@ def test_no_response_repeats_the_host_header(service: Serving) -> None:
 
 def release(service: Serving, ticket: Ticket | None) -> None:
     assert ticket is not None
-    with Fetcher(ticket.host, ticket.port, Caller(service.parts.token)) as fetcher:
+    with Fetcher(ticket.host, ticket.port, EngineIdentity(service.parts.token)) as fetcher:
         fetcher.release(ticket)
     assert within(lambda: service.parts.dispatcher.store.find(ticket.id) is None)
 
@@ -182,7 +182,7 @@ def test_a_prefill_only_response_has_the_address_of_keys_and_values(service: Ser
     ticket = Ticket.of(answer["kv_transfer_params"])
     assert ticket is not None
     assert [(part.first, part.stop) for part in ticket.parts] == [(0, 2), (2, 4)], "two workers with two layers each"
-    caller, blocks = Caller(service.parts.token), list[KvBlock]()
+    caller, blocks = EngineIdentity(service.parts.token), list[KvBlock]()
     for part in ticket.parts:
         with Fetcher(part.host, part.port, caller) as fetcher:
             blocks += fetcher.fetch(ticket)

@@ -13,10 +13,10 @@ import pytest
 
 from bubbletea import frames
 from bubbletea.frames import greet
-from bubbletea.kv_server import Holder, KvServer, KvServerThread
+from bubbletea.kv_server import KvHolder, KvServer, KvServerThread
 from bubbletea.prefill.kept_parts import KeptParts
 
-HOLDER: Holder = KeptParts()
+HOLDER: KvHolder = KeptParts()
 
 
 def test_a_burst_of_callers_waits_to_be_accepted() -> None:

@@ -28,16 +28,16 @@ from atlas.schedules.classic import one_f_one_b
 from atlas.wan.security.certs import make_ca, make_node
 from atlas.wan.security.credentials import Credentials, Security
 from bubbletea.prefill import prefill_worker
-from bubbletea.prefill.meeting import ServicePlace, announced, find
 from bubbletea.prefill.messages import WorkerOrder
 from bubbletea.prefill.prefill_worker import PrefillWorker
+from bubbletea.prefill.service_files import ServicePlace, announced, find
 from bubbletea.prefill.shard import Served
 from bubbletea.serve import http
 from bubbletea.serve.assemble import ServiceSettings, WorkersAt, assemble
-from bubbletea.serve.auth import Keys
+from bubbletea.serve.auth import ApiKeys
 from bubbletea.serve.http import HttpServer
 from bubbletea.serve.roster import Roster
-from bubbletea.serve.run import Where, run
+from bubbletea.serve.run import ListenSettings, run
 from bubbletea.serve.worker_windows import alone
 
 PROGRAM = with_optimizer(one_f_one_b(Layout(1, 1, 1, ("here",))))
@@ -75,7 +75,7 @@ def training(folder: Path, security: Security | None = None) -> Iterator[Prefill
 @contextmanager
 def service(folder: Path, settings: ServiceSettings = SETTINGS, security: Security | None = None) -> Iterator[str]:
     windows = replace(alone(1, settings.arena_bytes, PERIOD_S), plan="plan", device="cpu")
-    parts, started, found = assemble(settings, windows, Keys.open_to_all()), threading.Event(), list[HttpServer]()
+    parts, started, found = assemble(settings, windows, ApiKeys.open_to_all()), threading.Event(), list[HttpServer]()
 
     def on_start(server: HttpServer) -> None:
         found.append(server)
@@ -84,7 +84,7 @@ def service(folder: Path, settings: ServiceSettings = SETTINGS, security: Securi
     def announce(address: str, token_file: str):  # type: ignore[no-untyped-def]
         return announced(folder, "here", ServicePlace(address, parts.token, security is not None))
 
-    where = Where(port=0, drain_s=0.1, workers=WorkersAt(security=security))
+    where = ListenSettings(port=0, drain_s=0.1, workers=WorkersAt(security=security))
     thread = threading.Thread(target=lambda: asyncio.run(run(parts, where, announce, on_start)))
     thread.start()
     assert started.wait(120)
@@ -104,9 +104,9 @@ HAND_OFF = {"kv_transfer_params": {"do_remote_decode": True}}
 
 
 def expected(settings: ServiceSettings) -> list[str]:
-    from bubbletea.serve.tokens import Text
+    from bubbletea.serve.tokens import ServedTokenizer
 
-    return [Text.of_bytes().decode(greedy_alone(whole(settings.served), list(range(40)), 4))]
+    return [ServedTokenizer.of_bytes().decode(greedy_alone(whole(settings.served), list(range(40)), 4))]
 
 
 def test_a_service_comes_late_leaves_and_another_one_comes_with_certificates(

@@ -19,6 +19,7 @@ from prefill_samples import greedy_alone, whole
 from serving import PATIENCE_S, TINY, serving
 
 from bubbletea.bench import BenchLoad, bench
+from bubbletea.serve.dedicated_workers import DedicatedWorkers
 
 RETRIES = 1000
 """No limit: how often a host refuses depends on what else it does."""
@@ -54,6 +55,10 @@ async def ask_many(
         await asyncio.gather(*(client(api) for _ in range(num_clients)))
 
 
+def worker_pids(workers: DedicatedWorkers) -> list[int]:
+    return [one.process.pid for one in workers._started]
+
+
 def memory_mib(pids: list[int]) -> float:
     pages = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids)
     return pages * resource.getpagesize() / 2**20
@@ -66,7 +71,7 @@ def check(num_requests: int, num_clients: int) -> None:
         def kill_a_worker() -> None:
             while found.total() < num_requests // 3:
                 time.sleep(0.02)
-            killed.append(service.hosts.pids[0])
+            killed.append(worker_pids(service.hosts)[0])
             os.kill(killed[0], signal.SIGKILL)
 
         killer = threading.Thread(target=kill_a_worker, daemon=True)
@@ -76,7 +81,7 @@ def check(num_requests: int, num_clients: int) -> None:
         assert killed
         assert found == {"right": num_requests}
         service.wait_for_lanes(2)  # the dead one was started again
-        assert killed[0] not in service.hosts.pids
+        assert killed[0] not in worker_pids(service.hosts)
 
 
 def test_every_request_is_answered_once_though_a_worker_is_killed() -> None:
@@ -96,7 +101,7 @@ def test_memory_stays_flat() -> None:
             load = BenchLoad(service.url, "tiny", num_requests=400, num_clients=32, max_tokens=4, retries=20, seed=seed)
             report = asyncio.run(bench(load))
             assert report.statuses == {"200": 400}
-            used.append(memory_mib([os.getpid(), *service.hosts.pids]))
+            used.append(memory_mib([os.getpid(), *worker_pids(service.hosts)]))
         assert used[-1] - used[1] < 40, used
 
 

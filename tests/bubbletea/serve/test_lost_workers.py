@@ -20,7 +20,7 @@ from bubbletea.costs import LayerTime
 from bubbletea.kv_blocks import KvBlock
 from bubbletea.prefill.job import PrefillTask
 from bubbletea.serve.assemble import assemble
-from bubbletea.serve.auth import Keys
+from bubbletea.serve.auth import ApiKeys
 from bubbletea.serve.connections import ConnectedWorker, WorkerConnections
 from bubbletea.serve.dispatch import Dispatcher
 from bubbletea.serve.prefills import HandedBack, Prefilled, Prompt, Refused
@@ -90,7 +90,7 @@ class Played:
 
     def __init__(self, lane_s: float = 60.0, limit: SlowdownLimit | None = None) -> None:
         windows = replace(alone(NUM_WORKERS, ARENA_BYTES, 0.2), layer=LAYER)
-        parts = assemble(replace(TINY, split=1, arena_bytes=ARENA_BYTES), windows, Keys.open_to_all())
+        parts = assemble(replace(TINY, split=1, arena_bytes=ARENA_BYTES), windows, ApiKeys.open_to_all())
         self.workers, old = Workers(), parts.dispatcher
         connections, metrics = cast(WorkerConnections, self.workers), old.metrics
         self.dispatcher = Dispatcher(connections, old.planner, old.store, old.prefixes, metrics, 30.0, lane_s, limit)

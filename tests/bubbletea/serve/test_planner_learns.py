@@ -17,7 +17,7 @@ from bubbletea.admit.records import AdmissionRefusal, Placement, PrefillRequest
 from bubbletea.costs import LayerTime
 from bubbletea.prefill.shard import Served
 from bubbletea.serve.assemble import ServiceSettings, assemble
-from bubbletea.serve.auth import Keys
+from bubbletea.serve.auth import ApiKeys
 from bubbletea.serve.planner import FEW_POINTS, HALVINGS, Planner
 from bubbletea.serve.worker_windows import WorkerWindows, alone, of_training
 from bubbletea.windows.bubbles import SWITCH_NS, Forecast
@@ -34,17 +34,17 @@ def windows_and_planner() -> tuple[WorkerWindows, Planner]:
     pace = LayerTime(10.0 * MS, 0.0, 0.0, 0.0)
     windows = of_training(simulate(repeated(PROGRAM, 4), COSTS), 64 << 20, pace, 10 * MS)
     settings = ServiceSettings("tiny", Served(LLAMA), split=1, chunk=128, arena_bytes=64 << 20, budget=0.01)
-    return windows, assemble(settings, windows, Keys.open_to_all()).dispatcher.planner
+    return windows, assemble(settings, windows, ApiKeys.open_to_all()).dispatcher.planner
 
 
 def report(planner: Planner, windows: WorkerWindows, step: int, period_ns: int) -> None:
     """One period as planned, but perhaps longer than that; a window that goes over the end of the period before is
     waited through at the first op of this one."""
     pattern = windows.pattern
-    for worker, slots in enumerate(windows.slots):
+    for worker, by_op in enumerate(windows.window_of):
         origin_ns = step * period_ns + int(pattern.phase_ns[worker])
-        for op, slot in slots.items():
-            opened, closed = int(pattern.start_ns[slot]), int(pattern.end_ns[slot])
+        for op, window in by_op.items():
+            opened, closed = int(pattern.start_ns[window]), int(pattern.end_ns[window])
             if closed >= pattern.period_ns:
                 opened, closed = opened - period_ns, 0
             planner.waited(worker, step, op, origin_ns + opened, origin_ns + closed)
@@ -58,10 +58,10 @@ def spans(forecast: Forecast) -> tuple[np.ndarray, np.ndarray]:
 def test_every_window_belongs_to_the_ops_that_wait_through_it() -> None:
     windows, _ = windows_and_planner()
     ends = windows.pattern.end_ns
-    first = [slots.get(0) for slots in windows.slots[1:]]
-    assert all(slot is not None and ends[slot] >= windows.pattern.period_ns for slot in first)
-    for slots in windows.slots:
-        ops = [op for op, slot in slots.items() if ends[slot] >= windows.pattern.period_ns]
+    first = [by_op.get(0) for by_op in windows.window_of[1:]]
+    assert all(window is not None and ends[window] >= windows.pattern.period_ns for window in first)
+    for by_op in windows.window_of:
+        ops = [op for op, window in by_op.items() if ends[window] >= windows.pattern.period_ns]
         assert ops in ([], [0]), "no other op of the iteration waits through the window before its first"
 
 
@@ -91,10 +91,10 @@ def test_the_windows_of_a_run_that_is_slower_than_its_plan_are_its_own() -> None
     windows, planner = windows_and_planner()
     slower, pattern = 1.7, windows.pattern
     for step in range(8):
-        for worker, slots in enumerate(windows.slots):
+        for worker, by_op in enumerate(windows.window_of):
             origin_ns = slower * (step * pattern.period_ns + pattern.phase_ns[worker])
-            for op, slot in slots.items():
-                opened, closed = pattern.start_ns[slot], pattern.end_ns[slot]
+            for op, window in by_op.items():
+                opened, closed = pattern.start_ns[window], pattern.end_ns[window]
                 if closed >= pattern.period_ns:
                     opened, closed = opened - pattern.period_ns, 0
                 planner.waited(worker, step, op, int(origin_ns + slower * opened), int(origin_ns + slower * closed))
@@ -119,7 +119,7 @@ def alone_planner() -> tuple[WorkerWindows, Planner]:
     """One lane of two workers that do not train."""
     windows = replace(alone(2, 64 << 20, 0.2, 0.3), layer=LayerTime(1.0 * MS, 0.0, 0.0, 0.0))
     settings = ServiceSettings("tiny", Served(LLAMA), split=2, chunk=128, arena_bytes=64 << 20)
-    planner = assemble(settings, windows, Keys.open_to_all()).dispatcher.planner
+    planner = assemble(settings, windows, ApiKeys.open_to_all()).dispatcher.planner
     planner.set_alive((0, 1), 0)
     return windows, planner
 

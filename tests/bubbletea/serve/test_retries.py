@@ -23,7 +23,7 @@ from bubbletea.costs import LayerTime
 from bubbletea.handoff import kv_store
 from bubbletea.serve import admission
 from bubbletea.serve.assemble import assemble
-from bubbletea.serve.auth import Keys
+from bubbletea.serve.auth import ApiKeys
 from bubbletea.serve.prefills import Refused
 from bubbletea.serve.worker_windows import alone
 
@@ -71,7 +71,7 @@ class Clients:
         longest: int = 400,
     ) -> None:
         windows = replace(alone(NUM_WORKERS, ARENA_BYTES, 0.2, 0.3), layer=LAYER)
-        parts = assemble(replace(TINY, split=1, arena_bytes=ARENA_BYTES), windows, Keys.open_to_all())
+        parts = assemble(replace(TINY, split=1, arena_bytes=ARENA_BYTES), windows, ApiKeys.open_to_all())
         self.planner, self.admission = parts.dispatcher.planner, parts.dispatcher.admission
         self.store = parts.dispatcher.store
         self.store.budget_bytes = self.store.bytes_of(store_tokens)

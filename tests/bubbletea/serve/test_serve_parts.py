@@ -24,11 +24,11 @@ from bubbletea.handoff.sampling import Sampling, choose
 from bubbletea.prefill.messages import WorkerOrder
 from bubbletea.prefill.shard import Served
 from bubbletea.serve.assemble import assemble
-from bubbletea.serve.auth import EVERYBODY, Keys
+from bubbletea.serve.auth import EVERYBODY, ApiKeys
 from bubbletea.serve.errors import ApiError
-from bubbletea.serve.prefix_store import HitTimes, Prefixes
+from bubbletea.serve.prefix_store import HitTimes, PrefixStore
 from bubbletea.serve.service import StopStrings, TextRequest
-from bubbletea.serve.tokens import Text, TextStream
+from bubbletea.serve.tokens import ServedTokenizer, TextStream
 from bubbletea.serve.worker_windows import alone
 
 
@@ -38,7 +38,7 @@ def test_without_a_decoder_only_hand_offs_are_answered(monkeypatch: pytest.Monke
         raise AssertionError("the whole model is loaded for a decoder that nobody asked for")
 
     monkeypatch.setattr(decode, "load_whole", loaded)
-    parts = assemble(replace(TINY, decodes=False), alone(2, TINY.arena_bytes), Keys.open_to_all())
+    parts = assemble(replace(TINY, decodes=False), alone(2, TINY.arena_bytes), ApiKeys.open_to_all())
 
     async def ask() -> str:
         with pytest.raises(ApiError) as refused:
@@ -70,7 +70,7 @@ def test_a_cached_prefix_is_used_only_if_moving_it_is_faster_than_computing_it()
 # ---- text --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("said", ["plain", "naïve café", "日本語 🎉 ok", ""])
 def test_a_stream_returns_whole_characters_only(said: str) -> None:
-    text = Text.of_bytes()
+    text = ServedTokenizer.of_bytes()
     stream = TextStream(text)
     pieces = [stream.push(token) for token in said.encode()]
     assert "".join(pieces) + stream.flush() == said
@@ -78,7 +78,7 @@ def test_a_stream_returns_whole_characters_only(said: str) -> None:
 
 
 def test_invalid_utf8_is_returned_with_replacement_characters() -> None:
-    text, rng = Text.of_bytes(), random.Random(1)
+    text, rng = ServedTokenizer.of_bytes(), random.Random(1)
     for _ in range(50):
         tokens = [rng.randrange(256) for _ in range(30)]
         stream = TextStream(text)
@@ -100,7 +100,7 @@ def tokenizer_folder(folder: Path, **config: object) -> Path:
 
 def test_a_models_tokenizer_and_template_are_used(tmp_path: Path) -> None:
     template = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
-    text = Text.of_folder(tokenizer_folder(tmp_path, chat_template=template, bos_token="<s>"))
+    text = ServedTokenizer.of_folder(tokenizer_folder(tmp_path, chat_template=template, bos_token="<s>"))
     assert text.ends == {257}
     assert text.encode("ab")[0] == 256
     assert 256 not in text.encode("ab", special=False)
@@ -113,11 +113,11 @@ def test_a_models_tokenizer_and_template_are_used(tmp_path: Path) -> None:
 
 def test_a_chat_that_its_template_refuses_is_an_error_of_the_request(tmp_path: Path) -> None:
     refusing = "{{ raise_exception('roles must alternate') }}"
-    text = Text.of_folder(tokenizer_folder(tmp_path, chat_template=refusing))
+    text = ServedTokenizer.of_folder(tokenizer_folder(tmp_path, chat_template=refusing))
     with pytest.raises(AtlasError, match="roles must alternate"):
         text.chat([{"role": "user", "content": "hi"}])
     prying = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
-    text = Text.of_folder(tokenizer_folder(tmp_path, chat_template=prying))
+    text = ServedTokenizer.of_folder(tokenizer_folder(tmp_path, chat_template=prying))
     with pytest.raises(AtlasError, match="chat template"):
         text.chat([{"role": "user", "content": "hi"}])
 
@@ -145,10 +145,10 @@ def test_the_start_of_a_stop_string_is_shown_if_it_does_not_complete() -> None:
 def test_keys_are_read_from_their_digests(tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
     path.write_text(f"tenants:\n  a: {{sha256: {hashlib.sha256(b'k').hexdigest()}, weight: 2}}\n")
-    keys = Keys.read(path)
+    keys = ApiKeys.read(path)
     assert (keys.tenant("Bearer k"), keys.tenant("Bearer x"), keys.tenant(None)) == ("a", None, None)
     assert keys.weights == {"a": 2.0}
-    assert Keys.open_to_all().tenant(None) == EVERYBODY
+    assert ApiKeys.open_to_all().tenant(None) == EVERYBODY
 
 
 @pytest.mark.parametrize(
@@ -165,12 +165,12 @@ def test_an_invalid_keys_file_is_refused(tmp_path: Path, text: str, said: str) -
     path = tmp_path / "keys.yaml"
     path.write_text(text)
     with pytest.raises(SpecError, match=said):
-        Keys.read(path)
+        ApiKeys.read(path)
 
 
 # ---- prefixes ----------------------------------------------------------------------------------------------------
 def test_prefixes_are_kept_by_tenant_and_dropped_from_their_ends() -> None:
-    prefixes = Prefixes(3 * 2 * 2 * 2 * 4 * 8 * 4, block=4)
+    prefixes = PrefixStore(3 * 2 * 2 * 2 * 4 * 8 * 4, block=4)
     slabs = [torch.randn(2, 2, 16, 8) for _ in range(2)]
     tokens = list(range(12))
     mine, others = prefixes.hashes(tokens, "a"), prefixes.hashes(tokens, "b")
@@ -186,7 +186,7 @@ def test_prefixes_are_kept_by_tenant_and_dropped_from_their_ends() -> None:
 
 def test_a_tenant_cannot_push_out_the_reserved_part_of_another() -> None:
     slabs = [torch.zeros(2, 1, 4, 8)]
-    prefixes = Prefixes(8 * 2 * 4 * 8 * 4, {"a": 1.0, "b": 1.0}, block=4)
+    prefixes = PrefixStore(8 * 2 * 4 * 8 * 4, {"a": 1.0, "b": 1.0}, block=4)
     for number in range(20):
         prefixes.add(prefixes.hashes([number] * 4, "a"), slabs, "a")
     assert len(prefixes) == 8, "one tenant alone may use all of it"
@@ -232,7 +232,7 @@ def test_sampling_stays_within_the_nucleus() -> None:
 
 def test_costs_that_admit_nothing_are_halved_until_they_do() -> None:
     """As after a calibration on a busy host: nothing that is refused could ever correct them."""
-    planner = assemble(TINY, alone(2, TINY.arena_bytes), Keys.open_to_all()).dispatcher.planner
+    planner = assemble(TINY, alone(2, TINY.arena_bytes), ApiKeys.open_to_all()).dispatcher.planner
     planner.costs = replace(planner.costs, layer=LayerTime(1e12, 0.0, 0.0, 0.0))
     planner.set_alive((0, 1), 0)
     assert isinstance(planner.admit(PrefillRequest("first", "", 10, 0, None), 0), Placement)
@@ -243,7 +243,7 @@ def test_costs_that_admit_nothing_are_halved_until_they_do() -> None:
 
 def test_postponed_requests_survive_the_loss_of_a_worker() -> None:
     settings = replace(TINY, aims=Aims(late=0.9, late_tokens=2000))
-    planner = assemble(settings, alone(2, TINY.arena_bytes), Keys.open_to_all()).dispatcher.planner
+    planner = assemble(settings, alone(2, TINY.arena_bytes), ApiKeys.open_to_all()).dispatcher.planner
     planner.set_alive((0, 1), 0)
     long = PrefillRequest("long", "", 4000, 0, 1)
     assert planner.quote(long, 0) is None

@@ -28,9 +28,9 @@ from atlas.schedules.classic import one_f_one_b
 from atlas.sim import simulate
 from bubbletea.costs import LayerTime
 from bubbletea.serve.assemble import assemble
-from bubbletea.serve.auth import Keys
+from bubbletea.serve.auth import ApiKeys
 from bubbletea.serve.http import HttpServer
-from bubbletea.serve.run import Where, run
+from bubbletea.serve.run import ListenSettings, run
 from bubbletea.serve.worker_windows import of_training
 
 MS = 1_000_000
@@ -77,8 +77,8 @@ def test_prefill_in_the_waits_changes_no_loss(device: str) -> None:
     predicted = simulate(repeated(PROGRAM, 4), smoke_program()[1])
     pace = LayerTime(10 * MS, 0.0, 0.0, 0.0) if device == "paced" else None
     windows = of_training(predicted, TINY.arena_bytes, pace, 10 * MS)
-    assert all(windows.slots), "every worker has windows and knows at which op"
-    parts = assemble(replace(TINY, budget=0.05), windows, Keys.open_to_all())
+    assert all(windows.window_of), "every worker has windows and knows at which op"
+    parts = assemble(replace(TINY, budget=0.05), windows, ApiKeys.open_to_all())
     made, texts = list[InThread](), list[str]()
     pids: dict[int, int] = {}
     """Of the processes that prefilled for the first worker: answers before each."""
@@ -142,7 +142,7 @@ def test_prefill_in_the_waits_changes_no_loss(device: str) -> None:
         for what in (*[ask] * CLIENTS, end):
             threading.Thread(target=what, args=(server,), daemon=True).start()
 
-    asyncio.run(run(parts, Where(port=0, drain_s=1), workers, on_start))
+    asyncio.run(run(parts, ListenSettings(port=0, drain_s=1), workers, on_start))
     filled = made[0].losses
     plain = emulate(PROGRAM, smoke_program()[1], stand_in(), EmulationSettings(len(filled), device=device))
     assert filled == plain.losses

@@ -16,9 +16,9 @@ from atlas.errors import AtlasError
 from bubbletea.admit.aims import Aims
 from bubbletea.cli import COMMANDS, command_parser, main
 from bubbletea.sim.noise import Noise
-from bubbletea.sim.replay import Ours, ReplayResult, play
-from bubbletea.sim.rivals import Paper
-from bubbletea.sim.scene import Scene, dedicated, scene_of
+from bubbletea.sim.paper_policy import PaperPolicy
+from bubbletea.sim.replay import ReplayResult, ServicePolicy, play
+from bubbletea.sim.simulated_cluster import SimulatedCluster, dedicated, simulated_cluster
 from bubbletea.sim.traces import load_trace, synthetic
 from bubbletea.windows.bubbles import Forecast
 
@@ -27,19 +27,21 @@ CHUNK = 2048
 
 
 @pytest.fixture(scope="module")
-def scene() -> Scene:
-    return scene_of(JOB, steady=False)
+def cluster() -> SimulatedCluster:
+    return simulated_cluster(JOB, steady=False)
 
 
-def replayed(scene: Scene, load: float, *, policy: str = "ours", patience_s: float | None = 5.0) -> ReplayResult:
+def replayed(
+    cluster: SimulatedCluster, load: float, *, policy: str = "ours", patience_s: float | None = 5.0
+) -> ReplayResult:
     trace = synthetic(2000)
-    state = scene.state(Forecast(scene.pattern), scene.lanes(2 if policy != "dedicated" else 1, CHUNK), (CHUNK,))
+    state = cluster.state(Forecast(cluster.pattern), cluster.lanes(2 if policy != "dedicated" else 1, CHUNK), (CHUNK,))
     return play(
-        scene,
-        Paper(state) if policy == "paper" else Ours(state),
+        cluster,
+        PaperPolicy(state) if policy == "paper" else ServicePolicy(state),
         policy,
         trace,
-        tokens_per_s=load * scene.capacity_tokens_per_s(trace),
+        tokens_per_s=load * cluster.capacity_tokens_per_s(trace),
         periods=8,
         warm_up=2,
         kind="offline" if patience_s is None else "online",
@@ -47,50 +49,54 @@ def replayed(scene: Scene, load: float, *, policy: str = "ours", patience_s: flo
     )
 
 
-def test_offline_work_fills_the_bubbles(scene: Scene) -> None:
-    figures = replayed(scene, 1.5, patience_s=None).figures()
+def test_offline_work_fills_the_bubbles(cluster: SimulatedCluster) -> None:
+    figures = replayed(cluster, 1.5, patience_s=None).figures()
     assert figures["utilization"] >= 0.94
     assert figures["fill"] <= 1.0
 
 
-def test_nothing_is_delivered_after_its_deadline(scene: Scene) -> None:
-    found = replayed(scene, 2.0, patience_s=3.0)
+def test_nothing_is_delivered_after_its_deadline(cluster: SimulatedCluster) -> None:
+    found = replayed(cluster, 2.0, patience_s=3.0)
     assert found.refused["deadline"] > 0
     assert found.figures()["ttft_p99_s"] <= 3.0
 
 
-def test_ours_prefills_no_less_than_the_papers_rule_at_its_p95(scene: Scene) -> None:
-    rule = replayed(scene, 2.0, policy="paper").figures()
-    ours = replayed(scene, 2.0, patience_s=rule["ttft_p95_s"]).figures()
+def test_ours_prefills_no_less_than_the_papers_rule_at_its_p95(cluster: SimulatedCluster) -> None:
+    rule = replayed(cluster, 2.0, policy="paper").figures()
+    ours = replayed(cluster, 2.0, patience_s=rule["ttft_p95_s"]).figures()
     assert ours["tokens_per_s"] >= rule["tokens_per_s"]
 
 
-def test_the_papers_rule_keeps_each_stage_in_one_bubble(scene: Scene) -> None:
-    for placement in replayed(scene, 1.0, policy="paper").placed.values():
+def test_the_papers_rule_keeps_each_stage_in_one_bubble(cluster: SimulatedCluster) -> None:
+    for placement in replayed(cluster, 1.0, policy="paper").placed.values():
         assert [s.worker for s in placement.slices] == list(placement.lane.workers)
         for piece in placement.slices:
             assert any(
                 w.start_ns <= piece.start_ns and piece.end_ns <= w.end_ns
-                for w in ahead(Forecast(scene.pattern), piece.worker, piece.start_ns, piece.end_ns)
+                for w in ahead(Forecast(cluster.pattern), piece.worker, piece.start_ns, piece.end_ns)
             )
 
 
-def test_dedicated_accelerators_are_as_many_as_the_bubbles_amount_to(scene: Scene) -> None:
-    assert dedicated(scene).pattern.num_workers == round(scene.idle_share * 12)
-    assert replayed(dedicated(scene), 0.3, policy="dedicated").figures()["refused"] == 0
+def test_dedicated_accelerators_are_as_many_as_the_bubbles_amount_to(cluster: SimulatedCluster) -> None:
+    assert dedicated(cluster).pattern.num_workers == round(cluster.idle_share * 12)
+    assert replayed(dedicated(cluster), 0.3, policy="dedicated").figures()["refused"] == 0
 
 
-def test_noise_slows_training_by_less_than_its_budget_and_a_forecast_without_margins_by_more(scene: Scene) -> None:
-    assert scene.result is not None
-    noise, trace = Noise(scene.result, 0.05, 0.05), synthetic(2000)
+def test_noise_slows_training_by_less_than_its_budget_and_a_forecast_without_margins_by_more(
+    cluster: SimulatedCluster,
+) -> None:
+    assert cluster.result is not None
+    noise, trace = Noise(cluster.result, 0.05, 0.05), synthetic(2000)
     slow = {}
     for name, forecast in (
-        ("learnt", noise.learnt(scene.pattern, 0.005, scene.some_costs.layer(CHUNK, 0))),
-        ("blind", Forecast(scene.pattern)),
+        ("learnt", noise.learnt(cluster.pattern, 0.005, cluster.some_costs.layer(CHUNK, 0))),
+        ("blind", Forecast(cluster.pattern)),
     ):
-        state = scene.state(forecast, scene.lanes(2, CHUNK), (CHUNK,))
-        rate = 1.5 * scene.capacity_tokens_per_s(trace)
-        found = play(scene, Ours(state), name, trace, tokens_per_s=rate, periods=6, warm_up=0, kind="offline")
+        state = cluster.state(forecast, cluster.lanes(2, CHUNK), (CHUNK,))
+        rate = 1.5 * cluster.capacity_tokens_per_s(trace)
+        found = play(
+            cluster, ServicePolicy(state), name, trace, tokens_per_s=rate, periods=6, warm_up=0, kind="offline"
+        )
         slow[name] = noise.slowdown(forecast, found.placed.values(), 6)
     assert slow["learnt"].mean <= 0.005
     assert slow["learnt"].cut < slow["blind"].cut
@@ -168,12 +174,12 @@ def test_the_simulator_and_the_help_load_no_torch() -> None:
 
 
 @pytest.mark.slow  # two replays, 10 s of CPU; tests/bubbletea/admit has the rule itself
-def test_some_are_late_instead_of_refused(scene: Scene) -> None:
+def test_some_are_late_instead_of_refused(cluster: SimulatedCluster) -> None:
     found, trace = {}, synthetic(2000)
     for late in (0.0, 0.1):
-        state = scene.state(Forecast(scene.pattern), scene.lanes(2, CHUNK), (CHUNK,), aims=Aims(late=late))
-        rate = 0.8 * scene.capacity_tokens_per_s(trace)
+        state = cluster.state(Forecast(cluster.pattern), cluster.lanes(2, CHUNK), (CHUNK,), aims=Aims(late=late))
+        rate = 0.8 * cluster.capacity_tokens_per_s(trace)
         times = {"periods": 6.0, "warm_up": 2.0, "cool_down": 1.0, "patience_s": 1.0}
-        found[late] = play(scene, Ours(state), "ours", trace, tokens_per_s=rate, **times).figures()
+        found[late] = play(cluster, ServicePolicy(state), "ours", trace, tokens_per_s=rate, **times).figures()
     assert found[0.0]["ttft_p99_s"] <= 1.0 < found[0.1]["ttft_p99_s"]
     assert found[0.1]["refused"] < found[0.0]["refused"]

@@ -11,7 +11,7 @@ import pytest
 
 from atlas.errors import SpecError
 from bubbletea.cli import main
-from bubbletea.sim.scene import scene_of
+from bubbletea.sim.simulated_cluster import simulated_cluster
 from bubbletea.sim.waits import load_waits, waiting
 
 ROOT = Path(__file__).parents[3]
@@ -25,10 +25,10 @@ def written(path: Path, **changes: Any) -> Path:
 
 
 def test_the_accelerators_have_the_windows_of_the_file(tmp_path: Path) -> None:
-    scene = waiting(scene_of(ROOT / "examples" / "tiny.yaml"), load_waits(written(tmp_path / "w.json")))
-    pattern = scene.pattern
+    cluster = waiting(simulated_cluster(ROOT / "examples" / "tiny.yaml"), load_waits(written(tmp_path / "w.json")))
+    pattern = cluster.pattern
     assert pattern.period_ns == 8_000_000_000
-    assert scene.idle_share == pytest.approx(0.5)
+    assert cluster.idle_share == pytest.approx(0.5)
     assert (pattern.start_ns < pattern.end_ns).all()
     assert (pattern.end_ns <= pattern.period_ns).all()
     assert list(pattern.idle_ns) == [4_000_000_000] * pattern.num_workers

@@ -17,7 +17,7 @@ from bubbletea.handoff.signature import seal
 from bubbletea.vllm.cache import PagedCache
 from bubbletea.vllm.fetching import WantedTokens, fetch
 from bubbletea.vllm.loader import Loader, LoadOutcome
-from bubbletea.vllm.orders import EngineLayout, Orders
+from bubbletea.vllm.orders import EngineLayout, LoadOrders
 
 SIZE = 16
 WANTED = WantedTokens(tuple(range(TINY.num_layers)), (0, TINY.num_kv_heads), TINY.head_width, torch.float32, SIZE)
@@ -68,7 +68,7 @@ def play(prefiller: Prefiller, draw: random.Random, number: int) -> FaultCase:
 
 def _engine(prefiller: Prefiller, params: dict[str, Any], prompt: list[int]) -> bool:
     """Whether everything is computed in the end."""
-    orders = Orders(EngineLayout(prefiller.served.id, CALLER, SIZE))
+    orders = LoadOrders(EngineLayout(prefiller.served.id, CALLER, SIZE))
     cache = PagedCache({f"layers.{i}": NoLayer() for i in range(TINY.num_layers)}, SIZE)
     loader = Loader(cache, lambda load: fetch(load, WANTED, CALLER, 10.0))
     try:

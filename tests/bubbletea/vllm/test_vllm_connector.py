@@ -30,7 +30,7 @@ from bubbletea.model_identity import model_id
 from bubbletea.vllm.cache import PagedCache, heads_of_rank, layer_index
 from bubbletea.vllm.fetching import WantedTokens, fetch
 from bubbletea.vllm.loader import KvLoad, KvSpan, Loader, LoadOutcome
-from bubbletea.vllm.orders import EngineLayout, Orders
+from bubbletea.vllm.orders import EngineLayout, LoadOrders
 from bubbletea.vllm.settings import ConnectorSettings
 
 SIZE = 16
@@ -45,14 +45,14 @@ def prefiller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prefiller]:
 
 
 @pytest.fixture
-def orders(prefiller: Prefiller) -> Iterator[Orders]:
-    orders = Orders(EngineLayout(prefiller.served.id, CALLER, SIZE))
+def orders(prefiller: Prefiller) -> Iterator[LoadOrders]:
+    orders = LoadOrders(EngineLayout(prefiller.served.id, CALLER, SIZE))
     yield orders
     orders.close()
 
 
 # ---- the scheduler's side ----------------------------------------------------------------------------------------
-def test_whole_blocks_are_loaded_after_those_vllm_has(orders: Orders, prefiller: Prefiller) -> None:
+def test_whole_blocks_are_loaded_after_those_vllm_has(orders: LoadOrders, prefiller: Prefiller) -> None:
     params = prefiller.prefill(PROMPT, "whole")
     assert orders.num_loadable("r", params, PROMPT, 0) == 64
     assert orders.num_loadable("r", params, PROMPT, 32) == 32
@@ -65,7 +65,7 @@ def test_whole_blocks_are_loaded_after_those_vllm_has(orders: Orders, prefiller:
     assert within(5.0, lambda: not prefiller.holds("whole"))
 
 
-def test_a_prompt_cached_by_vllm_is_released_without_a_fetch(orders: Orders, prefiller: Prefiller) -> None:
+def test_a_prompt_cached_by_vllm_is_released_without_a_fetch(orders: LoadOrders, prefiller: Prefiller) -> None:
     params = prefiller.prefill(PROMPT, "held")
     assert orders.num_loadable("r", params, PROMPT, 64) == 0
     orders.place("r", PROMPT, 0, [1, 2, 3, 4, 5])
@@ -73,12 +73,12 @@ def test_a_prompt_cached_by_vllm_is_released_without_a_fetch(orders: Orders, pre
     assert within(5.0, lambda: not prefiller.holds("held"))
 
 
-def test_a_request_that_never_ran_releases_its_hand_off(orders: Orders, prefiller: Prefiller) -> None:
+def test_a_request_that_never_ran_releases_its_hand_off(orders: LoadOrders, prefiller: Prefiller) -> None:
     orders.finished("rejected", prefiller.prefill(PROMPT, "rejected"))
     assert within(5.0, lambda: not prefiller.holds("rejected"))
 
 
-def test_requests_without_a_bubbletea_hand_off_are_ignored(orders: Orders) -> None:
+def test_requests_without_a_bubbletea_hand_off_are_ignored(orders: LoadOrders) -> None:
     theirs = {"do_remote_prefill": True, "remote_engine_id": "nixl", "remote_block_ids": [[1]]}
     for params in (None, {}, {"do_remote_decode": True}, theirs):
         assert orders.num_loadable(f"r{params}", params, PROMPT, 0) == 0
@@ -87,7 +87,7 @@ def test_requests_without_a_bubbletea_hand_off_are_ignored(orders: Orders) -> No
     assert orders.take() == []
 
 
-def test_a_prompt_with_more_than_tokens_is_computed_by_vllm(orders: Orders, prefiller: Prefiller) -> None:
+def test_a_prompt_with_more_than_tokens_is_computed_by_vllm(orders: LoadOrders, prefiller: Prefiller) -> None:
     assert orders.num_loadable("lora", prefiller.prefill(PROMPT, "lora"), None, 0) == 0
 
 
@@ -105,7 +105,7 @@ def test_a_prompt_with_more_than_tokens_is_computed_by_vllm(orders: Orders, pref
     ],
 )
 def test_a_hand_off_that_does_not_match_is_refused_with_the_reason(
-    orders: Orders, prefiller: Prefiller, spoil: Callable[[dict[str, Any]], dict[str, Any]], said: str, caplog: Any
+    orders: LoadOrders, prefiller: Prefiller, spoil: Callable[[dict[str, Any]], dict[str, Any]], said: str, caplog: Any
 ) -> None:
     params = spoil(prefiller.prefill(PROMPT, f"refused {said} {time.monotonic_ns()}"))
     with caplog.at_level(logging.WARNING, "vllm.bubbletea"):
@@ -132,7 +132,7 @@ def changed(params: dict[str, Any], layers: list[list[int]]) -> dict[str, Any]:
     ],
 )
 def test_parts_that_overlap_or_leave_out_a_layer_are_refused(
-    orders: Orders, prefiller: Prefiller, layers: list[Any], said: str, caplog: Any
+    orders: LoadOrders, prefiller: Prefiller, layers: list[Any], said: str, caplog: Any
 ) -> None:
     params = changed(prefiller.prefill(PROMPT, f"parts {layers}"), layers)
     assert orders.num_loadable("r", params, PROMPT, 0) == 0
@@ -156,7 +156,9 @@ def test_whatever_happens_to_a_hand_off_it_is_recomputed_with_one_warning(prefil
     assert len(found.warnings) == 1, found
 
 
-def test_a_service_without_parts_is_older_than_the_connector(orders: Orders, prefiller: Prefiller, caplog: Any) -> None:
+def test_a_service_without_parts_is_older_than_the_connector(
+    orders: LoadOrders, prefiller: Prefiller, caplog: Any
+) -> None:
     params = seal(prefiller.prefill(PROMPT, "old") | {"remote_parts": None}, TOKEN, PROMPT)
     assert orders.num_loadable("r", params, PROMPT, 0) == 0
     assert "the service is older than this connector" in caplog.text

@@ -21,14 +21,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from greedy_decoding import greedy, make_slabs, prefill
 
-from atlas.runtime.models import generate, weights
+from atlas.runtime.models import weights
 from atlas.runtime.models.block import KvSlab
 from atlas.runtime.models.config import DecoderConfig
 from atlas.runtime.models.decoder import Decoder, LayerRange, build
 from atlas.runtime.models.export import export_stage, finish_export
 from bubbletea.frames import WireFrame, pack, write
-from bubbletea.handoff.fetch import Caller
+from bubbletea.handoff.fetch import EngineIdentity
 from bubbletea.handoff.remote_parts import RemotePart, Ticket, transfer_params
 from bubbletea.handoff.signature import seal
 from bubbletea.kv_blocks import FETCH, KV, KvBlock, pack_block
@@ -41,7 +42,7 @@ PYTHON_VARIABLE = "BUBBLETEA_VLLM_PYTHON"
 ROUTER_VARIABLE = "BUBBLETEA_ROUTER"
 SRC = Path(__file__).parents[3] / "src"
 TOKEN = "a token for tests"
-CALLER = Caller(TOKEN)
+CALLER = EngineIdentity(TOKEN)
 START_S = 300.0
 BLOCK = 128
 """Tokens of a block on the CPU."""
@@ -177,8 +178,8 @@ class Prefiller:
 
     def prefill(self, prompt: list[int], ticket: str, chunk: int = 96) -> dict[str, Any]:
         """What the prefill role answers in `kv_transfer_params`. The first worker takes the releases."""
-        cache = generate.make_slabs(self.decoder, 1, len(prompt))
-        generate.prefill(self.decoder, torch.tensor([prompt]), cache, chunk)
+        cache = make_slabs(self.decoder, 1, len(prompt))
+        prefill(self.decoder, torch.tensor([prompt]), cache, chunk)
         for kept, layers in zip(self.kept, self.layers, strict=True):
             assert kept.open(ticket, (1, 0), len(prompt), layers, 0)
             for layer in layers:
@@ -208,7 +209,7 @@ class Prefiller:
                     blocks[index] = replace(block, kv=kv, checksums=()).checked()
 
     def greedy(self, prompt: list[int], num_tokens: int) -> list[int]:
-        return [int(t) for t in generate.greedy(self.decoder, torch.tensor([prompt]), num_tokens)[0, len(prompt) :]]
+        return [int(t) for t in greedy(self.decoder, torch.tensor([prompt]), num_tokens)[0, len(prompt) :]]
 
 
 def led_to(params: dict[str, Any], port: int, prompt: list[int]) -> dict[str, Any]:

@@ -44,13 +44,13 @@ def test_a_loaded_checkpoint_equals_the_saved_one(tmp_path: Path) -> None:
     assert same(load_layers(older, LAYERS), numbered(10))
 
 
-def test_equal_states_have_equal_files_in_whatever_order_their_slots_are(tmp_path: Path) -> None:
-    """A resumed optimizer has its slots in the order of the file that it was read from."""
+def test_equal_states_have_equal_files_in_whatever_order_their_entries_are(tmp_path: Path) -> None:
+    """A resumed optimizer has its entries in the order of the file that it was read from."""
     files = []
     for name in ("a", "b"):
         states = numbered(10)
         if name == "b":
-            turned = {n: dict(reversed(list(slots.items()))) for n, slots in states["0"].optimizer.items()}
+            turned = {n: dict(reversed(list(entries.items()))) for n, entries in states["0"].optimizer.items()}
             states["0"] = LayerState(states["0"].parameters, turned)
         checkpointer = Checkpointer(LocalStore(tmp_path / name), "w", LAYERS)
         checkpointer.save(10, states, meta_at(10))
@@ -93,9 +93,8 @@ def test_training_may_change_its_tensors_while_they_are_written(tmp_path: Path) 
     store = Faulty(LocalStore(tmp_path), lambda name, done: gate.wait(120) and None)
     checkpointer = Checkpointer(store, "w", LAYERS)
     states = numbered(5)
-    pause = checkpointer.save(5, states, meta_at(5))
+    checkpointer.save(5, states, meta_at(5))
     assert not checkpointer.wait(timeout_s=0.05)
-    assert pause.wait_s + pause.copy_s < 60
     for state in states.values():
         for tensor in state.parameters.values():
             tensor.zero_()
@@ -107,9 +106,7 @@ def test_training_may_change_its_tensors_while_they_are_written(tmp_path: Path) 
     assert same(load_layers(checkpoint, LAYERS), numbered(5))
 
 
-def test_a_second_save_waits_for_the_first_and_reports_how_long(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_save_waits_for_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate, wait = threading.Event(), Checkpointer.wait
 
     def waits(checkpointer: Checkpointer, timeout_s: float | None = None) -> bool:
@@ -117,13 +114,14 @@ def test_a_second_save_waits_for_the_first_and_reports_how_long(
         return wait(checkpointer, timeout_s)
 
     slow = Faulty(LocalStore(tmp_path), lambda name, done: gate.wait(120) and None)
-    checkpointer = Checkpointer(slow, "w", LAYERS)
+    written: list[SaveId] = []
+    checkpointer = Checkpointer(slow, "w", LAYERS, on_written=written.append)
     checkpointer.save(1, numbered(1), meta_at(1))
     monkeypatch.setattr(Checkpointer, "wait", waits)
-    assert checkpointer.save(2, numbered(2), meta_at(2)).wait_s > 0.05
-    assert checkpointer.save(2, numbered(2), meta_at(2)).copy_s == 0
+    checkpointer.save(2, numbered(2), meta_at(2))
+    assert written[:1] == [SaveId(0, 1)]
     checkpointer.close()
-    assert checkpointer.written == SaveId(0, 2)
+    assert written == [SaveId(0, 1), SaveId(0, 2)]
 
 
 def test_a_layer_missing_anywhere_means_no_checkpoint(tmp_path: Path) -> None:

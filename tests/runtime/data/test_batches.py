@@ -17,8 +17,8 @@ from atlas.runtime.data.order import SampleOrder
 from atlas.runtime.data.shard import ShardWriter
 from atlas.runtime.models.config import gpt
 from atlas.runtime.recipe import LearningRate, OptimizerSettings
+from atlas.runtime.topology import BatchShare
 from atlas.runtime.training import make_task
-from atlas.runtime.wiring import BatchShare
 
 
 @pytest.fixture

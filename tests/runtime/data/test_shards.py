@@ -37,10 +37,10 @@ def test_tokens_come_back_in_the_smallest_type_that_holds_them(tmp_path: Path, v
     verify_shard(found)
 
 
-def damage(path: Path, at: int, new: bytes, *, mend_header: bool = False) -> None:
+def damage(path: Path, at: int, new: bytes, *, fix_header: bool = False) -> None:
     data = bytearray(path.read_bytes())
     data[at : at + len(new)] = new
-    if mend_header:
+    if fix_header:
         data[HEADER_BYTES - 4 : HEADER_BYTES] = zlib.crc32(data[: HEADER_BYTES - 4]).to_bytes(4, "little")
     path.write_bytes(data)
 
@@ -58,7 +58,7 @@ def damage(path: Path, at: int, new: bytes, *, mend_header: bool = False) -> Non
     ],
 )
 def test_a_foreign_or_damaged_header_is_named(shard: Path, at: int, new: bytes, mend: bool, says: str) -> None:
-    damage(shard, at, new, mend_header=mend)
+    damage(shard, at, new, fix_header=mend)
     with pytest.raises(AtlasError, match=rf"a\.tokens: .*{says}.*atlas data tokenize"):
         open_shard(shard)
 

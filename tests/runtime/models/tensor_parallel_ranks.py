@@ -17,11 +17,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from greedy_decoding import greedy
+
 from atlas.runtime.models import decoder
 from atlas.runtime.models.config import DecoderConfig, gpt
 from atlas.runtime.models.decoder import TIED_EMBEDDING, TIED_HEAD, Decoder, LayerRange, Sharding, build
 from atlas.runtime.models.export import export_stage, whole
-from atlas.runtime.models.generate import greedy
 from atlas.runtime.models.parallel import parallelize
 from atlas.runtime.models.task import DecoderTask
 from atlas.runtime.models.weights import load

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from family_samples import FAMILIES, make, save, some_tokens
+from greedy_decoding import greedy, make_slabs, prefill
 
 from atlas.errors import ProgramError, SpecError
 from atlas.runtime.models.decoder import LayerRange, cuts
-from atlas.runtime.models.generate import Cache, greedy, make_slabs, prefill, run_cut
+from atlas.runtime.models.generate import Cache, run_cut
 from atlas.runtime.models.huggingface import read_config
 from atlas.runtime.models.weights import load
 
@@ -64,20 +65,10 @@ def test_training_and_prefill_are_the_same_code(tmp_path: Path) -> None:
     assert all(p.grad is not None for p in decoder.parameters())
 
 
-def test_decoding_stops_where_every_row_has_stopped(tmp_path: Path) -> None:
-    config = read_config(save(make("llama 2"), tmp_path))
-    decoder, prompt = load(config, LayerRange.whole(config), tmp_path), some_tokens(batch=1, length=5)
-    free = greedy(decoder, prompt, 10)
-    stop = int(free[0, 7])
-    stopped = greedy(decoder, prompt, 10, stop=stop)
-    first = free[0, 5:].tolist().index(stop)
-    assert torch.equal(stopped, free[:, : 5 + first + 1])
-
-
 def test_too_long_a_prompt_and_too_short_a_slab_are_refused(tmp_path: Path) -> None:
     config = read_config(save(make("llama 2"), tmp_path))
     decoder = load(config, LayerRange.whole(config), tmp_path)
     with pytest.raises(SpecError, match=r"max_length = 128: a sequence has 130 tokens"):
-        greedy(decoder, some_tokens(length=120), 10)
+        prefill(decoder, some_tokens(length=130), {})
     with pytest.raises(ProgramError, match="a KV slab of 8 tokens cannot hold 9"):
         prefill(decoder, some_tokens(length=9), make_slabs(decoder, 2, 8))

@@ -9,11 +9,10 @@ import pytest
 
 from atlas.commands.wan_emulate import cluster_paths
 from atlas.errors import AtlasError
-from atlas.spec import job as spec
 from atlas.spec.job import Cluster
 from atlas.wan.emulator.kernel_shaping import netem_arguments, path_of_node
 from atlas.wan.emulator.lateness import Histogram, summarize
-from atlas.wan.emulator.paths import WINDOW_BYTES, PathSpec, Trunk, nodes_of, scaled
+from atlas.wan.emulator.paths import PathSpec, Trunk, nodes_of, scaled
 
 CLUSTER = Cluster.model_validate(
     {
@@ -30,10 +29,6 @@ def test_every_link_gives_a_path_to_every_node_pair() -> None:
     assert paths["east-0", "west-2"] == PathSpec(0.02, 3_000_000, 5e9, Trunk("east~west", 8e9))
     assert paths["east-1", "far-0"].latency_s == 0.06
     assert ("west-0", "far-0") not in paths
-
-
-def test_the_window_of_a_stock_kernel_is_the_same_in_cluster_files_and_in_the_emulator() -> None:
-    assert spec.WINDOW_BYTES == WINDOW_BYTES
 
 
 def test_nodes_of_one_datacenter_have_paths_where_asked_for() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from atlas.cost.price import _trace
+from atlas.cost.price import trace_of
 from atlas.cost.table import Costs, Trace, kind_costs, uniform_costs
 from atlas.errors import AtlasError
 from atlas.ir.program import Layout
@@ -47,7 +47,7 @@ def test_a_recorded_series_replays_exactly(tmp_path: Path) -> None:
     route = Route(
         latency_ms=20.0, pair_gbps=2.0, window_bytes=1, trunk_gbps=None, egress_usd_per_gb=0.0, trace=str(file)
     )
-    trace = _trace(route)
+    trace = trace_of(route)
     assert trace is not None
     costs = _over(trace)
     timeline = simulate(gpipe(Layout(1, 2, 12, ("east", "west"))), costs)

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 LINE_EVERY_S = 10.0
+"""Between two lines where the output is not a terminal."""
 BAR_WIDTH = 8
+"""Characters."""
 OTHER_HARDWARE = 10.0
 """An iteration that takes this many times longer than predicted runs on other hardware than the job describes."""
 

@@ -21,6 +21,7 @@ PIECE_BYTES = 1 << 20
 WINDOW_BYTES = 4 << 20
 """Unanswered bytes of one client: at most this much of a copy may be ahead of training's next send."""
 MAX_QUEUED_BYTES = 8 * WINDOW_BYTES
+"""Calls of one peer that a server holds; a further one is dropped and answered with an error."""
 MAX_HEADER_BYTES = 1 << 16
 OWN = "own"
 """The name of the store with a datacenter's own checkpoints."""

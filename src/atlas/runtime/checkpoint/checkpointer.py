@@ -11,15 +11,13 @@ import errno
 import logging
 import re
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from atlas.errors import AtlasError
-from atlas.runtime.checkpoint.manifest import Blob, Meta, Part, SaveId
+from atlas.runtime.checkpoint.manifest import Blob, CheckpointPart, Meta, SaveId
 from atlas.runtime.checkpoint.retention import Retention
 from atlas.runtime.checkpoint.state import LayerState
 from atlas.runtime.checkpoint.store import BlobStore
@@ -28,16 +26,6 @@ from atlas.runtime.checkpoint.tensors import Tally, stream
 _NAME = re.compile(r"[A-Za-z0-9_][\w.+-]*")
 Report = Callable[[str], None]
 log: Report = logging.getLogger("atlas.checkpoint").warning
-
-
-@dataclass(frozen=True)
-class Pause:
-    """How long a save delayed training."""
-
-    wait_s: float
-    """Waiting for the write of the previous save."""
-    copy_s: float
-    """Copying every tensor to host memory."""
 
 
 class Checkpointer:
@@ -65,28 +53,23 @@ class Checkpointer:
         self.written: SaveId | None = None
         """The last save of this worker that is on disk."""
         self.failed: dict[SaveId, str] = {}
-        self.write_s = 0.0
-        """How long the last write took, in the background."""
         self._on_written, self._report = on_written, report
         self._buffers: dict[tuple[str, ...], Tensor] = {}
         self._thread: threading.Thread | None = None
         self._crash: BaseException | None = None
 
-    def save(self, step: int, states: Mapping[str, LayerState], meta: Meta) -> Pause:
+    def save(self, step: int, states: Mapping[str, LayerState], meta: Meta) -> None:
         """Save the current `states`, by layer. Returns as soon as the caller may change its tensors again."""
         unknown = set(states) - set(self.layers)
         assert not unknown, f"the model has no layers {sorted(unknown)}"
-        began = time.perf_counter()
         self.wait()
-        free = time.perf_counter()
         id = SaveId(self.attempt, step)
         if self.written == id:  # the same step of the same attempt has the same state
-            return Pause(free - began, 0.0)
+            return
         snapshot = self._snapshot(states)
         self._thread = threading.Thread(target=self._write, args=(id, snapshot, meta), name=f"checkpoint-{step}")
         self._thread.daemon = True
         self._thread.start()
-        return Pause(free - began, time.perf_counter() - free)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until nothing is being written; whether that is so."""
@@ -110,11 +93,11 @@ class Checkpointer:
         snapshot = {}
         for layer, state in states.items():
             weights = {name: self._copy(("w", name), tensor, devices) for name, tensor in state.parameters.items()}
-            slots = {
-                name: {slot: self._copy(("o", name, slot), tensor, devices) for slot, tensor in kept.items()}
+            entries = {
+                name: {entry: self._copy(("o", name, entry), tensor, devices) for entry, tensor in kept.items()}
                 for name, kept in state.optimizer.items()
             }
-            snapshot[layer] = LayerState(weights, slots)
+            snapshot[layer] = LayerState(weights, entries)
         for device in devices:
             torch.accelerator.current_stream(device).synchronize()
         return snapshot
@@ -133,12 +116,10 @@ class Checkpointer:
 
     # ---- the write, in the background ----------------------------------------------------------------------------
     def _write(self, id: SaveId, snapshot: dict[str, LayerState], meta: Meta) -> None:
-        began = time.perf_counter()
         try:
             self._prune()  # saves that were confirmed since the last save
             self._write_part(id, snapshot, meta)
             self.written = id
-            self.write_s = time.perf_counter() - began
             self._on_written(id)
             self._prune()
         except OSError as error:
@@ -150,10 +131,10 @@ class Checkpointer:
         weights, optimizer = {}, {}
         for layer, state in snapshot.items():
             weights[layer] = self._put(f"{id.folder}{self.writer}.{layer}.weights.safetensors", state.parameters)
-            slots = {f"{slot}/{name}": t for name, kept in state.optimizer.items() for slot, t in kept.items()}
-            if slots:
-                optimizer[layer] = self._put(f"{id.folder}{self.writer}.{layer}.optimizer.safetensors", slots)
-        part = Part(id, self.writer, self.layers, weights, optimizer, meta)
+            entries = {f"{entry}/{name}": t for name, kept in state.optimizer.items() for entry, t in kept.items()}
+            if entries:
+                optimizer[layer] = self._put(f"{id.folder}{self.writer}.{layer}.optimizer.safetensors", entries)
+        part = CheckpointPart(id, self.writer, self.layers, weights, optimizer, meta)
         self.store.write(part.name, [part.to_json()])
 
     def _put(self, name: str, tensors: Mapping[str, Tensor]) -> Blob:

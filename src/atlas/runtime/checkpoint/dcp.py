@@ -43,13 +43,13 @@ def export_dcp(checkpoint: Checkpoint, folder: Path) -> int:
         config = decoder_of(checkpoint)
         states = load_layers(checkpoint, checkpoint.layers)
         found: dict[str, Any] = {MODEL: _renamed(config, states), STEP: torch.tensor(checkpoint.step)}
-        kept = [slots for state in states.values() for slots in state.optimizer.values()]
-        slots = {slot for of_parameter in kept for slot, tensor in of_parameter.items() if tensor.dim()}
-        if slots:
-            found[OPTIMIZER] = {slot: _renamed(config, _of_slot(states, slot)) for slot in sorted(slots)}
+        kept = [entries for state in states.values() for entries in state.optimizer.values()]
+        entries = {entry for of_parameter in kept for entry, tensor in of_parameter.items() if tensor.dim()}
+        if entries:
+            found[OPTIMIZER] = {entry: _renamed(config, _of_entry(states, entry)) for entry in sorted(entries)}
         with _quiet():
             save(found, checkpoint_id=str(unfinished), no_dist=True)
-    return len(found[MODEL]) * (1 + len(slots))
+    return len(found[MODEL]) * (1 + len(entries))
 
 
 def import_dcp(folder: Path, config_file: Path, out: Path) -> int:
@@ -82,10 +82,10 @@ def _read_weights(folder: Path, wanted: Sequence[str]) -> dict[str, Tensor]:
     return state
 
 
-def _of_slot(states: Mapping[str, LayerState], slot: str) -> dict[str, LayerState]:
-    """One slot of the optimizer in place of the parameters."""
+def _of_entry(states: Mapping[str, LayerState], entry: str) -> dict[str, LayerState]:
+    """One entry of the optimizer in place of the parameters."""
     return {
-        layer: LayerState({name: state.optimizer[name][slot] for name in state.parameters if name in state.optimizer})
+        layer: LayerState({name: state.optimizer[name][entry] for name in state.parameters if name in state.optimizer})
         for layer, state in states.items()
     }
 

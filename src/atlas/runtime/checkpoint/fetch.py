@@ -20,6 +20,7 @@ from atlas.runtime.checkpoint.tensors import Tally, chunks_of
 
 PARTIAL = "partial"
 NUM_AT_ONCE = 4
+"""Blobs fetched at the same time."""
 
 
 class FetchFolder:

@@ -13,7 +13,16 @@ from torch import Tensor
 
 from atlas.errors import AtlasError
 from atlas.runtime.checkpoint.checkpointer import Report, log
-from atlas.runtime.checkpoint.manifest import Blob, BlobCopies, Meta, Part, SaveId, ids, missing_layers, parts_of
+from atlas.runtime.checkpoint.manifest import (
+    Blob,
+    BlobCopies,
+    CheckpointPart,
+    Meta,
+    SaveId,
+    ids,
+    missing_layers,
+    parts_of,
+)
 from atlas.runtime.checkpoint.state import LayerState
 from atlas.runtime.checkpoint.store import BlobStore
 from atlas.runtime.checkpoint.tensors import Tally, chunks_of, parse
@@ -26,7 +35,7 @@ class Checkpoint:
     id: SaveId
     meta: Meta
     layers: tuple[str, ...]
-    parts: tuple[tuple[BlobStore, Part], ...]
+    parts: tuple[tuple[BlobStore, CheckpointPart], ...]
 
     @property
     def step(self) -> int:
@@ -88,12 +97,12 @@ def _load_layer(checkpoint: Checkpoint, layer: str, optimizer: bool, report: Rep
             f"{', '.join(checkpoint.layers[:8])}... Resume with the model that was saved"
         )
     weights = _load_blob(of_weights, report)
-    slots: dict[str, dict[str, Tensor]] = {}
+    entries: dict[str, dict[str, Tensor]] = {}
     if optimizer and of_optimizer:
         for key, tensor in _load_blob(of_optimizer, report).items():
-            slot, _, name = key.partition("/")
-            slots.setdefault(name, {})[slot] = tensor
-    return LayerState(weights, slots)
+            entry, _, name = key.partition("/")
+            entries.setdefault(name, {})[entry] = tensor
+    return LayerState(weights, entries)
 
 
 def _load_blob(copies: BlobCopies, report: Report) -> dict[str, Tensor]:

@@ -86,7 +86,7 @@ BlobCopies = Sequence[tuple[BlobStore, Blob]]
 
 
 @dataclass(frozen=True)
-class Part:
+class CheckpointPart:
     """The part of a checkpoint that one worker saved."""
 
     id: SaveId
@@ -112,7 +112,7 @@ class Part:
         return _canonical({**body, "check": hashlib.sha256(_canonical(body)).hexdigest()})
 
     @classmethod
-    def from_json(cls, data: bytes, where: str) -> Part:
+    def from_json(cls, data: bytes, where: str) -> CheckpointPart:
         try:
             body = json.loads(data)
             check = body.pop("check")
@@ -165,12 +165,12 @@ def part_names(store: BlobStore) -> list[tuple[SaveId, str]]:
     return sorted((SaveId(int(match[2]), int(match[1])), match.string) for match in map(_FOLDER.match, names) if match)
 
 
-def read_part(store: BlobStore, name: str) -> Part:
+def read_part(store: BlobStore, name: str) -> CheckpointPart:
     with store.open(name) as file:
-        return Part.from_json(file.read(), f"{store}/{name}")
+        return CheckpointPart.from_json(file.read(), f"{store}/{name}")
 
 
-def parts_of(stores: Iterable[BlobStore], id: SaveId) -> list[tuple[BlobStore, Part]]:
+def parts_of(stores: Iterable[BlobStore], id: SaveId) -> list[tuple[BlobStore, CheckpointPart]]:
     """The parts of one save; the same part in two stores counts twice (a replica)."""
     found = []
     for store in stores:
@@ -181,7 +181,7 @@ def parts_of(stores: Iterable[BlobStore], id: SaveId) -> list[tuple[BlobStore, P
     return found
 
 
-def missing_layers(parts: Sequence[Part]) -> list[str]:
+def missing_layers(parts: Sequence[CheckpointPart]) -> list[str]:
     """Layers that no part has; all parts are of one save."""
     held = {layer for part in parts for layer in part.weights}
     return [layer for layer in parts[0].model_layers if layer not in held]

@@ -25,6 +25,7 @@ PUT_BYTES, PUTS_AT_ONCE = 16 << 20, 4
 READ_BYTES = 8 << 20
 """One request of a reader that does not read all at once."""
 NUM_RETRIES, RETRY = 6, timedelta(seconds=60)
+"""Of one request: tries after the first, and the time for all."""
 
 
 def require_object_store(url: str, flag: str) -> None:
@@ -44,7 +45,7 @@ class S3BlobStore:
     """A prefix of a bucket."""
 
     def __init__(self, url: str) -> None:
-        import obstore
+        import obstore  # of the extra s3, which few runs need
         from obstore.store import S3Store
 
         self.url = url.rstrip("/")
@@ -156,7 +157,7 @@ class ObjectReader(BlobFile):
 @contextlib.contextmanager
 def _os_errors() -> Iterator[None]:
     """Errors of obstore as OSErrors, in one line. A missing object is a FileNotFoundError already."""
-    from obstore import exceptions
+    from obstore import exceptions  # as above
 
     try:
         yield

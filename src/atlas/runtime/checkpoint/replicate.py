@@ -20,6 +20,7 @@ from atlas.runtime.checkpoint.store import BlobStore, Chunk
 from atlas.runtime.checkpoint.tensors import Tally, chunks_of
 
 RETRY_S = 5.0
+"""Pause after a failed copy."""
 
 
 class Replicator:

@@ -36,7 +36,9 @@ from atlas.wan.transport.endpoint import Endpoint
 IDLE_S = 60.0
 """Uploads of a node that sends nothing for this long are dropped."""
 MAX_UPLOADS = 8
+"""Files that one peer may be writing at the same time."""
 WIDEN_S = 30.0
+"""What the warm-up of a channel to a reader may take."""
 _log = logging.getLogger("atlas.checkpoint")
 
 

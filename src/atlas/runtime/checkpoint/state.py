@@ -18,7 +18,7 @@ from atlas.runtime.models.config import layer_of
 
 
 class HasState(Protocol):
-    """An optimizer of torch, or ours, with state by parameter and slot."""
+    """An optimizer of torch, or ours, with state by parameter and entry."""
 
     state: Any
 
@@ -29,21 +29,21 @@ class LayerState:
 
     parameters: Mapping[str, Tensor]
     optimizer: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
-    """By parameter, then by slot (`exp_avg`). Hyper-parameters belong to the configuration."""
+    """By parameter, then by entry (`exp_avg`). Hyper-parameters belong to the configuration."""
 
 
 def states_of(parameters: Iterable[tuple[str, Tensor]], optimizer: HasState | None = None) -> dict[str, LayerState]:
     """By layer; live tensors, not copies. `parameters`: as from `module.named_parameters()`."""
     weights: dict[str, dict[str, Tensor]] = {}
-    slots: dict[str, dict[str, dict[str, Tensor]]] = {}
+    entries: dict[str, dict[str, dict[str, Tensor]]] = {}
     for name, parameter in parameters:
         layer = layer_of(name)
         weights.setdefault(layer, {})[name] = parameter.detach()
         kept = optimizer.state.get(parameter, {}) if optimizer is not None else {}
-        tensors = {slot: torch.as_tensor(value) for slot, value in kept.items() if value is not None}
+        tensors = {entry: torch.as_tensor(value) for entry, value in kept.items() if value is not None}
         if tensors:
-            slots.setdefault(layer, {})[name] = tensors
-    return {layer: LayerState(weights[layer], slots.get(layer, {})) for layer in weights}
+            entries.setdefault(layer, {})[name] = tensors
+    return {layer: LayerState(weights[layer], entries.get(layer, {})) for layer in weights}
 
 
 def restore(
@@ -70,10 +70,10 @@ def restore(
                 home = torch.device("cpu") if parameter not in on_device else parameter.device
                 kept = optimizer.state.get(parameter, {})
                 optimizer.state[parameter] = {
-                    slot: kept[slot].copy_(value)  # its memory may be part of a larger one
-                    if slot in kept and value.dim()
+                    entry: kept[entry].copy_(value)  # its memory may be part of a larger one
+                    if entry in kept and value.dim()
                     else value.to(parameter.device if value.dim() else home, copy=True)
-                    for slot, value in state.optimizer[name].items()
+                    for entry, value in state.optimizer[name].items()
                 }
 
 

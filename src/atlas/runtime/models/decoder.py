@@ -23,7 +23,7 @@ from atlas.errors import SpecError
 from atlas.priority import lower_priority
 from atlas.runtime.models.block import DecoderLayer, make_norm
 from atlas.runtime.models.config import DecoderConfig, wrong
-from atlas.runtime.models.dropout import EMBEDDING, Draw, seed_of
+from atlas.runtime.models.dropout import EMBEDDING, DropoutDraw, seed_of
 from atlas.runtime.models.linear import Linear, Tape
 from atlas.runtime.models.shards import memory_for, needs, put
 from atlas.runtime.models.sizes import TIED
@@ -75,7 +75,7 @@ class Embedding(nn.Module):
         self.token = _table(config.vocabulary, config.width)
         self.place = _table(config.max_length, config.width) if config.positions == "learned" else None
 
-    def forward(self, tokens_BL: Tensor, positions_L: Tensor, draw: Draw | None = None) -> Tensor:  # noqa: N803
+    def forward(self, tokens_BL: Tensor, positions_L: Tensor, draw: DropoutDraw | None = None) -> Tensor:  # noqa: N803
         x_BLD: Tensor = self.token(tokens_BL)
         if self.place is not None:
             x_BLD = x_BLD + self.place(positions_L)
@@ -112,7 +112,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict({str(i): DecoderLayer(config, i) for i in cut.layers})
         self.head = Head(config) if cut.has_head else None
 
-    def forward(self, x: Tensor, draw: Draw | None = None) -> Tensor:
+    def forward(self, x: Tensor, draw: DropoutDraw | None = None) -> Tensor:
         """Tokens or activations in; activations, or logits if it has the head, out."""
         positions_L = torch.arange(self.require_known(x.shape[1]), device=x.device)
         if self.embedding is not None:

@@ -19,7 +19,7 @@ EMBEDDING = -1
 
 
 @dataclass(frozen=True)
-class Draw:
+class DropoutDraw:
     """The randomness of one microbatch of one step."""
 
     seed: int

@@ -19,7 +19,7 @@ from torch.nn import functional
 from atlas.runtime.flat import local_part
 
 
-class Product(NamedTuple):
+class GradientProduct(NamedTuple):
     """The gradient of one matrix, not multiplied yet."""
 
     weight: Tensor
@@ -47,7 +47,7 @@ class EagerTape:
     """Has the `products` once the backward has run."""
 
     def __init__(self) -> None:
-        self.products: list[Product] = []
+        self.products: list[GradientProduct] = []
 
     def linear(self, layer: Linear, x: Tensor) -> Tensor:
         y: Tensor = _Deferred.apply(x, layer.weight.detach(), layer.bias, self, layer)  # type: ignore[no-untyped-call]
@@ -82,14 +82,14 @@ class _Deferred(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, y_gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        ctx.tape.products.append(Product(ctx.layer.weight, x, y_gradient))
+        ctx.tape.products.append(GradientProduct(ctx.layer.weight, x, y_gradient))
         x_gradient = y_gradient @ weight if ctx.needs_input_grad[0] else None
         bias_gradient = y_gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
         return x_gradient, None, bias_gradient, None, None
 
 
 @torch.no_grad()
-def multiply(product: Product, total: Tensor, *, first: bool) -> None:
+def multiply(product: GradientProduct, total: Tensor, *, first: bool) -> None:
     """Add a weight gradient to its float32 sum, or begin the sum with it."""
     weight, x, y_gradient = product
     left, right = y_gradient.flatten(0, -2).t(), x.flatten(0, -2)

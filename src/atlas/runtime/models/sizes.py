@@ -1,5 +1,5 @@
 """The sizes of a decoder, parameter by parameter, from its config alone, and where they lie in the memory of a stage.
-Loads no torch. `tests/runtime/test_group_meeting.py` compares it with the modules.
+Loads no torch. `tests/runtime/test_group_sums.py` compares it with the modules.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from atlas.runtime.models.config import DecoderConfig
 from atlas.runtime.models.decoder import Decoder, Sharding, build, cuts, empty
-from atlas.runtime.models.dropout import Draw
+from atlas.runtime.models.dropout import DropoutDraw
 from atlas.runtime.models.weights import load
 
 Microbatches = Callable[[int, int], tuple[Tensor, Tensor]]
@@ -57,9 +57,9 @@ class DecoderTask:
             return build(self.config, cut, seed=self.seed, dtype=self.dtype, device=self.device, shard=self.shard)
         return load(self.config, cut, self.weights, dtype=self.dtype, device=self.device, shard=self.shard)
 
-    def draw(self, slot: int, pipeline: int) -> Draw | None:
+    def draw(self, slot: int, pipeline: int) -> DropoutDraw | None:
         """The randomness of dropout; None: no dropout."""
         if not self.config.dropout:
             return None
         step, microbatch = divmod(slot, self.num_microbatches)
-        return Draw(self.seed, step, self.first_microbatch + pipeline * self.num_microbatches + microbatch)
+        return DropoutDraw(self.seed, step, self.first_microbatch + pipeline * self.num_microbatches + microbatch)

@@ -27,6 +27,7 @@ from atlas.runtime.models.shards import Shard, shard_of
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = ("F32", "F16", "BF16")
 MAX_INDEX_BYTES = 64 * 2**20
+"""Of an index file: a broken one is not read into memory."""
 CHECK = "Check that config.json and the weights belong together"
 
 

@@ -100,7 +100,7 @@ class ParameterShards:
 
         return LayerState(
             {name: mine(name, tensor) for name, tensor in state.parameters.items()},
-            {name: {slot: mine(name, t) for slot, t in kept.items()} for name, kept in state.optimizer.items()},
+            {name: {entry: mine(name, t) for entry, t in kept.items()} for name, kept in state.optimizer.items()},
         )
 
 
@@ -109,10 +109,10 @@ def gather_state(group: TensorGroup, shares: ParameterShards, state: LayerState)
     parameters = gathered(group, shares, state.parameters)
     optimizer: dict[str, dict[str, Tensor]] = {}
     for name, kept in state.optimizer.items():
-        for slot, tensor in kept.items():
+        for entry, tensor in kept.items():
             whole = gathered(group, shares, {name: tensor})
             if whole:
-                optimizer.setdefault(name, {})[slot] = whole[name]
+                optimizer.setdefault(name, {})[entry] = whole[name]
     return LayerState(parameters, optimizer)
 
 

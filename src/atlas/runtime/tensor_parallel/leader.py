@@ -28,13 +28,13 @@ from atlas.runtime.assignment import Assignment
 from atlas.runtime.collectives import GroupStore, appear_alone, store_listener
 from atlas.runtime.device import Device
 from atlas.runtime.exchange import Exchange
-from atlas.runtime.meeting import LedMeeting, Meeting
+from atlas.runtime.group_sum import GroupSum, LeaderGroupSum
 from atlas.runtime.stage import Stage
 from atlas.runtime.tensor_parallel.follower import TENSOR, follow
 from atlas.runtime.tensor_parallel.group import LEADER, TensorGroup, place_of
 from atlas.runtime.tensor_parallel.sharding import ShardedStageSet
+from atlas.runtime.topology import WorkerRole
 from atlas.runtime.waits import Wait
-from atlas.runtime.wiring import WorkerRole
 
 EXIT_S = 10.0
 """How long after a broken collective the exit of a process may be noticed. On a busy host that takes seconds."""
@@ -188,10 +188,10 @@ class LeaderStageSet(ShardedStageSet):
             stage.owner, stage.number = self, number
 
     # ---- sums over pipelines: every rank its own shards, or, over the WAN transport, the leader for all -------------
-    def sum_by(self, exchanges: Mapping[int, Exchange], meeting: Meeting | None = None) -> None:
-        if meeting is not None and not self.sums_through_leader:
-            meeting = LedMeeting(self.group, meeting)
-        super().sum_by(exchanges, meeting)
+    def sum_by(self, exchanges: Mapping[int, Exchange], group_sum: GroupSum | None = None) -> None:
+        if group_sum is not None and not self.sums_through_leader:
+            group_sum = LeaderGroupSum(self.group, group_sum)
+        super().sum_by(exchanges, group_sum)
 
     def open_exchanges(self, store: GroupStore) -> Mapping[int, Exchange]:
         self.followers.order("join_pipelines", args=[store.host, store.port, store.prefix])

@@ -16,12 +16,12 @@ from atlas.runtime.checkpoint.state import LayerState
 from atlas.runtime.collectives import GroupStore, torch_exchanges
 from atlas.runtime.device import Device
 from atlas.runtime.exchange import Exchange
-from atlas.runtime.meeting import LedMeeting
+from atlas.runtime.group_sum import LeaderGroupSum
 from atlas.runtime.models.parallel import parallelize
 from atlas.runtime.models.task import DecoderTask
 from atlas.runtime.stage_set import StageSet
 from atlas.runtime.tensor_parallel.group import LEADER, ParameterShards, TensorGroup, gather_state, gathered
-from atlas.runtime.wiring import WorkerRole
+from atlas.runtime.topology import WorkerRole
 
 
 class ShardedStageSet(StageSet):
@@ -43,8 +43,8 @@ class ShardedStageSet(StageSet):
 
     def join_pipelines(self, host: str, port: int, prefix: str) -> None:
         """A follower's part of `PipelineGroup.join`."""
-        meeting = LedMeeting(self.group, None) if self.role.groups else None
-        self.sum_by(self.open_exchanges(GroupStore(host, port, prefix)), meeting)
+        group_sum = LeaderGroupSum(self.group, None) if self.role.groups else None
+        self.sum_by(self.open_exchanges(GroupStore(host, port, prefix)), group_sum)
 
     def gather_gradients(self, number: int) -> list[Tensor]:
         """All ranks' gradients of a stage, as they lie in flat memory, in host memory on the leader."""

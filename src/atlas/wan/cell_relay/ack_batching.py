@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from atlas.wan.cell_relay.slices import MAX_DONE, Done, Note, NoteKind, RelaySlice
+from atlas.wan.cell_relay.slices import MAX_DONE, Done, NoteKind, RelayNote, RelaySlice
 from atlas.wan.transport.base import guarded
 
 DELAY_S = {NoteKind.DEPARTED: 0.02, NoteKind.ACK: 0.01}
@@ -20,7 +20,7 @@ IDLE_S = 1.0
 
 
 @dataclass(eq=False)
-class _Batch:
+class _AckBatch:
     due: float
     hops: tuple[str, ...]
     slices: list[Done] = field(default_factory=list)
@@ -29,9 +29,9 @@ class _Batch:
 class AckBatcher:
     """Thread-safe. Calls `send` on a thread of its own until it is closed."""
 
-    def __init__(self, name: str, send: Callable[[Note], None]) -> None:
+    def __init__(self, name: str, send: Callable[[RelayNote], None]) -> None:
         self._send = send
-        self._waiting: dict[tuple[NoteKind, str, str, int], _Batch] = {}
+        self._waiting: dict[tuple[NoteKind, str, str, int], _AckBatch] = {}
         self._wakes_at = 0.0
         self._closed = False
         self._changed = threading.Condition()
@@ -44,7 +44,7 @@ class AckBatcher:
         due = now if at_once else now + DELAY_S[kind]
         with self._changed:
             key = (kind, one.hops[0], one.hops[-1], one.lane)
-            entry = self._waiting.setdefault(key, _Batch(due, one.hops))
+            entry = self._waiting.setdefault(key, _AckBatch(due, one.hops))
             entry.slices.append(one.done)
             entry.due = min(entry.due, due)
             entry.hops = min(entry.hops, one.hops, key=len)
@@ -69,4 +69,4 @@ class AckBatcher:
                     self._wakes_at = 0.0
             for kind, _, _, lane, entry in batches:
                 for at in range(0, len(entry.slices), MAX_DONE):
-                    guarded(self._send, Note(kind, entry.hops, lane, tuple(entry.slices[at : at + MAX_DONE])))
+                    guarded(self._send, RelayNote(kind, entry.hops, lane, tuple(entry.slices[at : at + MAX_DONE])))

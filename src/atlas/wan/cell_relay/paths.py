@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 from atlas.errors import WorkerError
-from atlas.wan.cell_relay.slices import Note, NoteKind, RelaySlice
+from atlas.wan.cell_relay.slices import NoteKind, RelayNote, RelaySlice
 from atlas.wan.transport.message import Chunk
 from atlas.wan.transport.outbox import Outbox
 from atlas.wan.transport.wire import refusal_text
@@ -205,7 +205,7 @@ class SliceSender:
         for number, offset in slice_ids:
             self.outbox.count_from(number, offset, now)
 
-    def handle(self, note: Note) -> None:
+    def handle(self, note: RelayNote) -> None:
         if note.kind == NoteKind.POSTED:
             self.outbox.posted(note.tag)
         elif note.kind == NoteKind.FREED:

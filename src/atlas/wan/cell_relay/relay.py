@@ -19,11 +19,20 @@ from atlas.errors import WorkerError
 from atlas.lifetime import Repeating
 from atlas.wan.cell_relay.ack_batching import AckBatcher
 from atlas.wan.cell_relay.paths import RelayPath, SliceSender, hops_of
-from atlas.wan.cell_relay.slices import Note, NoteKind, RelaySlice, pack_note, pack_slice, unpack_note, unpack_slice
+from atlas.wan.cell_relay.slices import (
+    NoteKind,
+    RelayNote,
+    RelaySlice,
+    pack_note,
+    pack_slice,
+    unpack_note,
+    unpack_slice,
+)
 from atlas.wan.transport.base import ZERO_TAG, Address, Buffer, Handle, Key, Tag, Transport, view_of, writable_view_of
-from atlas.wan.transport.endpoint import Endpoint
+from atlas.wan.transport.endpoint import WATCH_S, Endpoint
 from atlas.wan.transport.inbox import Inbox, MessageRefusedError
 from atlas.wan.transport.outbox import Outbox
+from atlas.wan.transport.settings import CONNECT_S
 from atlas.wan.transport.stream_budget import ChannelKind
 from atlas.wan.transport.wire import FrameHeader, FrameKind
 
@@ -37,8 +46,6 @@ FIRST_LANE = 63
 """Of a cell's lanes at its endpoints, unless the caller says otherwise: first notes, then slices of lane 0, 1, ..."""
 NOTE_TURN = -1
 """Notes precede all slices."""
-WATCH_S = 0.2
-"""How often senders are checked for their deadline."""
 
 
 class Cell(Transport):
@@ -83,7 +90,7 @@ class Cell(Transport):
         kinds = [kind for name in lanes for kind in [self.endpoint.kind_of(name)] * len(lanes[name])]
         return [*kinds, *[ChannelKind.LIGHT] * len(lanes)]
 
-    def connect(self, peers: Mapping[str, Address | None], timeout_s: float = 30.0) -> None:
+    def connect(self, peers: Mapping[str, Address | None], timeout_s: float = CONNECT_S) -> None:
         """Connects to the other nodes of the cell and to the counterpart on the other side of the WAN. None in place of
         an address: the peer calls `dial_for`."""
         self.endpoint.connect(peers, [self._note_lane], timeout_s, light=True)
@@ -173,14 +180,14 @@ class Cell(Transport):
                     view[:] = payload
                     completed = inbox.settle(header, filled=True)
         except MessageRefusedError as refused:
-            self._return(Note(NoteKind.FAILED, one.hops, one.lane, (one.done,), refused.why))
+            self._return(RelayNote(NoteKind.FAILED, one.hops, one.lane, (one.done,), refused.why))
             self._announce(one.hops[0], one.lane, NoteKind.FREED, inbox.freed_bytes)
             return
         self._batcher.add(NoteKind.ACK, one, at_once=completed)
         if completed:
             inbox.complete(header)
 
-    def _return(self, note: Note) -> None:
+    def _return(self, note: RelayNote) -> None:
         preceding = note.hops[note.hops.index(self.name) - 1]
         self.endpoint.send(
             Key(preceding, self._note_lane, (next(self._counter), 0, 0, 0)), pack_note(note), NOTE_TURN, "a note"
@@ -223,7 +230,7 @@ class Cell(Transport):
         """Sends a note on every path, because any may be down. Duplicates do no harm."""
         pairs = {counterpart: node for node, counterpart in self.pairs.items()}
         for hops in hops_of(source, self.name, pairs):
-            self._return(Note(kind, hops, lane, (), a, tag))
+            self._return(RelayNote(kind, hops, lane, (), a, tag))
 
     def _watch(self) -> None:
         for sender in list(self._senders.values()):

@@ -57,7 +57,7 @@ class RelaySlice(NamedTuple):
         return self.number, self.offset, self.path
 
 
-class Note(NamedTuple):
+class RelayNote(NamedTuple):
     """About slices, or a tag, or `amount` bytes. Sent along `hops` from the last to the first."""
 
     kind: int
@@ -113,12 +113,12 @@ def unpack_slice(data: memoryview) -> tuple[RelaySlice, memoryview]:
     return RelaySlice(hops, lane, turn, number, total, offset, num_bytes, (a, b, c, d), bool(eager), path), payload
 
 
-def pack_note(note: Note) -> bytes:
+def pack_note(note: RelayNote) -> bytes:
     head = _NOTE.pack(note.lane, note.kind, note.amount, *note.tag, len(note.hops), len(note.slices))
     return head + b"".join(_DONE.pack(*done) for done in note.slices) + _pack_hops(note.hops)
 
 
-def unpack_note(data: memoryview) -> Note:
+def unpack_note(data: memoryview) -> RelayNote:
     if len(data) < _NOTE.size:
         raise WorkerError("a note is incomplete")
     lane, kind, amount, *tag, num_hops, num_slices = _NOTE.unpack_from(data)
@@ -127,4 +127,4 @@ def unpack_note(data: memoryview) -> Note:
         raise WorkerError(f"a note of kind {kind} about {num_slices} slices in {len(data)} bytes is not valid")
     slices = tuple(_DONE.unpack_from(data, at) for at in range(_NOTE.size, end, _DONE.size))
     hops, _ = _unpack_hops(data[end:], num_hops)
-    return Note(kind, hops, lane, slices, amount, (tag[0], tag[1], tag[2], tag[3]))
+    return RelayNote(kind, hops, lane, slices, amount, (tag[0], tag[1], tag[2], tag[3]))

@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from atlas.ir.program import chunk_bytes
+from atlas.weather.tcp_window import STOCK_RMEM_BYTES, STOCK_WMEM_BYTES
 
 NEAR_RTT_S = 0.002
 """With a shorter round trip, the peer is in the same datacenter: nothing is paced, and chunks are long."""
@@ -35,6 +36,8 @@ effect; 128 to 256 KB were measured to suffice at 100 Mbit/s."""
 HEADROOM, HEADROOM_ALONE = 2.0, 1.25
 """The pace of all streams together, or of a single one, over the known rate. One of several must not be held back; what
 is in flight is bounded anyway. The pace only keeps a burst from leaving at once."""
+MIN_WINDOW_BYTES = 1 << 17
+"""Of a stream, whatever the kernel's limits are."""
 LOSS_SPAN_S, ENOUGH_BYTES = 20.0, 16 << 20
 """Time over which losses are counted, and the bytes that are needed to judge."""
 SAMPLE_S, NUM_SPANS = 0.05, 4
@@ -43,13 +46,17 @@ MEMORY_S = 20.0
 """How long the best rate counts."""
 
 
+ROUND_TRIPS, MIN_ROUND_S = 1.1, 0.01
+"""How long acknowledgements are collected before they are judged: a little more than a round trip, and long enough to
+have several."""
+
+
 def round_s(rtt_s: float) -> float:
-    """How long acknowledgements are collected before they are judged: a little more than a round trip."""
-    return max(1.1 * rtt_s, 0.01)
+    return max(ROUND_TRIPS * rtt_s, MIN_ROUND_S)
 
 
 @dataclass(frozen=True)
-class Choice:
+class StreamChoice:
     """`pacing_bps` is per stream; None: not paced."""
 
     num_streams: int
@@ -59,7 +66,7 @@ class Choice:
     least_chunk_bytes: int = LEAST_CHUNK_BYTES
     """Chunks shrink to this towards the end of a message."""
 
-    def with_streams(self, num_streams: int) -> Choice:
+    def with_streams(self, num_streams: int) -> StreamChoice:
         pacing_bps = self.pacing_bps and self.pacing_bps * self.num_streams / num_streams
         return replace(self, num_streams=num_streams, pacing_bps=pacing_bps)
 
@@ -71,23 +78,23 @@ def window_bytes() -> int:
         rmem = int(Path("/proc/sys/net/ipv4/tcp_rmem").read_text().split()[2])
         wmem = int(Path("/proc/sys/net/ipv4/tcp_wmem").read_text().split()[2])
     except (OSError, IndexError, ValueError):
-        rmem, wmem = 6 << 20, 4 << 20
-    return max(1 << 17, min(rmem // 2, wmem * 2 // 3))
+        rmem, wmem = STOCK_RMEM_BYTES, STOCK_WMEM_BYTES
+    return max(MIN_WINDOW_BYTES, min(rmem // 2, wmem * 2 // 3))
 
 
-def choose(rtt_s: float, rate_bps: float | None, max_streams: int, window: int, *, lossy: bool = False) -> Choice:
+def choose(rtt_s: float, rate_bps: float | None, max_streams: int, window: int, *, lossy: bool = False) -> StreamChoice:
     """While no rate is known, all streams run unpaced, to find it."""
     if rtt_s < NEAR_RTT_S:
-        return Choice(min(NEAR_STREAMS, max_streams), NEAR_CHUNK_BYTES, NEAR_LOWAT_BYTES, None, NEAR_LEAST_BYTES)
+        return StreamChoice(min(NEAR_STREAMS, max_streams), NEAR_CHUNK_BYTES, NEAR_LOWAT_BYTES, None, NEAR_LEAST_BYTES)
     if rate_bps is None:
-        return Choice(max_streams, FREE_CHUNK_BYTES, MAX_LOWAT_BYTES, None)
+        return StreamChoice(max_streams, FREE_CHUNK_BYTES, MAX_LOWAT_BYTES, None)
     needed = math.ceil(SPARE * rate_bps / 8 * rtt_s / window)
     num_streams = min(max_streams, max(LOSSY_STREAMS if lossy else 1, needed))
     # The quantum is the link's. Chunks of several streams share the link, so each takes longer.
     chunk = chunk_bytes(rate_bps * min(1.0, 2 / num_streams), MIN_CHUNK_BYTES, FAR_CHUNK_BYTES)
     lowat = max(MIN_LOWAT_BYTES, min(MAX_LOWAT_BYTES, chunk // num_streams))
     headroom = HEADROOM_ALONE if num_streams == 1 else HEADROOM
-    return Choice(num_streams, chunk, lowat, rate_bps * headroom / num_streams, min(chunk, LEAST_CHUNK_BYTES))
+    return StreamChoice(num_streams, chunk, lowat, rate_bps * headroom / num_streams, min(chunk, LEAST_CHUNK_BYTES))
 
 
 class LossWatch:

@@ -26,6 +26,7 @@ START_TIMEOUT_S = 600.0
 ANSWER_TIMEOUT_S = 60.0
 """Answers take milliseconds."""
 EXIT_TIMEOUT_S = 5.0
+"""What the emulator's process may take to end before it is killed."""
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,11 @@ CATCH_UP_NS = 20_000_000
 CHUNK_S = 0.002
 """Time on the link that one read may take, so that connections and pairs share it fairly."""
 MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 1024, 128 * 1024
+"""Bounds of one read."""
 RECEIVE_BUFFER_S = 0.01
 """What the proxy buffers for a sender: the loop may be late by this and the link stays busy."""
 MIN_BUFFER_BYTES, MAX_BUFFER_BYTES = 64 * 1024, 512 * 1024
+"""Bounds of that buffer."""
 UNLIMITED_BPS = 1e12
 """Stands for the rate of a path without a cap."""
 

@@ -24,15 +24,14 @@ from atlas.errors import AtlasError
 from atlas.wan.emulator.emulated_net import EmulatedNet
 from atlas.wan.emulator.kernel_shaping import path_of_node, shape_in_kernel
 from atlas.wan.emulator.netdev import Namespace, in_thread, make_namespace
-from atlas.wan.emulator.paths import MAX_NODES, WINDOW_BYTES, Paths, PathSpec, path_between
+from atlas.wan.emulator.paths import MAX_NODES, Paths, PathSpec, path_between
 from atlas.weather.packets import LOST, PacketTable
+from atlas.weather.tcp_window import STOCK_RMEM_BYTES, STOCK_WMEM_BYTES, WINDOW_BYTES
 
-STOCK_RMEM_BYTES, STOCK_WMEM_BYTES = 6_291_456, 4_194_304
-"""A stock kernel's largest TCP buffers. They give one connection a window of WINDOW_BYTES."""
 T = TypeVar("T")
 
 
-class Node:
+class NamespaceNode:
     """One emulated machine."""
 
     def __init__(self, name: str, address: str, namespace: Namespace) -> None:
@@ -69,14 +68,14 @@ class NamespaceNet(EmulatedNet):
             raise AtlasError(
                 f"{len(self.nodes)} nodes: the namespace emulator takes 1 to {MAX_NODES}. Name fewer paths"
             )
-        self._nodes: dict[str, Node] = {}
+        self._nodes: dict[str, NamespaceNode] = {}
         tun_fds: list[int] = []
         try:
             for i, name in enumerate(self.nodes):
                 address = f"10.99.{(i + 1) >> 8}.{(i + 1) & 255}"
                 namespace = make_namespace(address, gso=gso, sysctls=stock_sysctls(self._window_bytes(name)))
                 tun_fds.append(namespace.tun_fd)
-                self._nodes[name] = Node(name, address, namespace)
+                self._nodes[name] = NamespaceNode(name, address, namespace)
                 if kernel:
                     shape_in_kernel(namespace.fd, path_of_node(self.paths, name))
             shaped = dict.fromkeys(self.paths, PathSpec(window_bytes=None)) if kernel else self.paths
@@ -88,7 +87,7 @@ class NamespaceNet(EmulatedNet):
             for fd in tun_fds:
                 os.close(fd)
 
-    def node(self, name: str) -> Node:
+    def node(self, name: str) -> NamespaceNode:
         if name not in self._nodes:
             raise AtlasError(f"no node {name!r}: there are {', '.join(self.nodes)}")
         return self._nodes[name]

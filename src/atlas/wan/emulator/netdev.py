@@ -26,9 +26,11 @@ SIOCADDRT, SIOCSIFFLAGS, SIOCGIFFLAGS, SIOCSIFADDR = 0x890B, 0x8914, 0x8913, 0x8
 SIOCSIFMTU = 0x8922
 RTM_NEWLINK, IFLA_TXQLEN, NLM_F_REQUEST_ACK = 16, 13, 0x5
 VNET_HDR_BYTES = 10
+"""Of `struct virtio_net_hdr` before each packet."""
 QUEUE_PACKETS = 20_000
 """Transmit queue of the device: long enough that no burst of a sender is dropped before the forwarder reads it."""
 DEVICE, MTU_BYTES = "wan0", 1500
+"""Name and MTU of the TUN device in each namespace."""
 FALLBACK = "Run it as root or inside `unshare --user --map-root-user --net`, or use the proxy grade"
 _LIBC = ctypes.CDLL(None, use_errno=True)
 

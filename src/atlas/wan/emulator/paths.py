@@ -13,10 +13,8 @@ from typing import Any
 
 from atlas.errors import AtlasError
 from atlas.weather.path_model import MAX_RIVALS
+from atlas.weather.tcp_window import WINDOW_BYTES
 
-WINDOW_BYTES = 3_000_000
-"""What one connection of a stock Linux kernel carries per round trip, measured at 20 to 80 ms. A cluster file's default
-(`spec.cluster.WINDOW_BYTES`) is the same figure."""
 MIN_QUEUE_BYTES, UNCAPPED_QUEUE_BYTES = 1_000_000, 64_000_000
 """Queue of a short or slow path at least, and of a path without a cap."""
 MIN_WINDOW_BYTES, UNCAPPED_WINDOW_BYTES = 4_000_000, 16_000_000

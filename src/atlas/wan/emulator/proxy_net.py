@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from atlas.wan.emulator.emulated_net import EmulatedNet
 from atlas.wan.emulator.paths import Paths
-
-Address = tuple[str, int]
+from atlas.wan.transport.base import Address
 
 
 class ProxyNet(EmulatedNet):
@@ -23,9 +22,9 @@ class ProxyNet(EmulatedNet):
         super().__init__(paths)
         self._start("atlas.wan.emulator.proxy_server", self.paths, realtime=realtime)
 
-    def listen(self, src: str, dst: str, target: Address, *, port: int = 0) -> Address:
+    def listen(self, src: str, dst: str, target: Address) -> Address:
         """Returns the address at which `src` reaches the service that `dst` has at `target`."""
-        host, port = self._ask("listen", src=src, dst=dst, target=target, port=port)["address"]
+        host, port = self._ask("listen", src=src, dst=dst, target=target)["address"]
         return host, port
 
     def cut(

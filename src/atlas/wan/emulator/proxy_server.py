@@ -68,17 +68,13 @@ class ProxyServer:
         self._paths = {(a, b): PathSpec.from_json(path) for a, b, path in paths}
         return {"priority": raise_priority(realtime=realtime)}
 
-    def do_listen(self, src: str, dst: str, target: tuple[str, int], port: int) -> dict[str, Any]:
+    def do_listen(self, src: str, dst: str, target: tuple[str, int]) -> dict[str, Any]:
         there, back = self._link(src, dst), self._link(dst, src)
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # A large receive buffer would take the sender's whole queue, and the sender could not reorder it any more.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, there.receive_buffer_bytes)
-        try:
-            listener.bind(("127.0.0.1", port))
-        except OSError:
-            listener.close()
-            raise
+        listener.bind(("127.0.0.1", 0))
         listener.listen(BACKLOG)
         listener.setblocking(False)
         self._listeners.append(listener)

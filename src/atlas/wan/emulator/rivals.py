@@ -21,6 +21,7 @@ HEAD, TAIL, RECOVER, ROUND_END, ROUND_ACKS, NUM_INTS = range(6)
 RING = 8192
 """Packets that one flow may have in flight."""
 SEGMENT_BYTES = 1448
+"""Payload of a full segment: an MTU of 1500 bytes less headers and the timestamp option."""
 FIRST_WINDOW = 10.0
 BETA, CUBE, FRIENDLY = 0.7, 0.4, 3 * 0.3 / 1.7
 """Of CUBIC (RFC 9438): what remains of the window after a loss, its curve, and the growth of a Reno flow beside it."""

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import yaml
 
 from atlas.errors import SpecError
-from atlas.wan.emulator.paths import WINDOW_BYTES
 from atlas.wan.probe.survey import LinkMeasurement
+from atlas.weather.tcp_window import WINDOW_BYTES
 
 TOLERANCE, WINDOW_TOLERANCE = 0.10, 0.25
 """Smaller relative differences cause no warning: repeated probes of one path differ by up to this."""

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from atlas.wan.probe.wire import ProbeError, connect, read_exactly, read_json, send_json
-
-Address = tuple[str, int]
+from atlas.wan.transport.base import Address
 
 BIN_NS = 2_000_000
+"""In which the receiver counts bytes."""
 MIN_BINS = 8
 """A steady part shorter than this (16 ms) is too short for a rate."""
 PING = b"atlas wan probe: are you there?\n"
@@ -31,6 +31,7 @@ MAX_PINGS, MAX_STREAMS, MAX_SECONDS, MAX_BYTES = 1000, 64, 30.0, 4_000_000_000
 MAX_WAIT_S = 5.0
 """The longest that a transfer may be asked to wait before it starts."""
 BLOCK_BYTES = 256 * 1024
+"""Of one call of `send`."""
 NOTSENT_BYTES = 128 * 1024
 """Unsent bytes in the kernel: without a bound, a stream continues for seconds after its time."""
 STEADY_UNTIL = 0.92

@@ -12,13 +12,15 @@ import socket
 import time
 from typing import Any
 
+from atlas.wan.probe.measure import GRACE_S, MAX_SECONDS
 from atlas.wan.probe.wire import ProbeError, connect, send_json
 from atlas.wan.transport.stream import tcp_facts
+from atlas.weather.packets import LOST
 
-MAX_SECONDS, MAX_ROWS = 30.0, 40_000
+MAX_ROWS = 40_000
+"""Blocks of one series."""
 MIN_BLOCK, MAX_BLOCK = 1448, 1 << 20
-GRACE_S = 15.0
-LOST = -1
+"""Bytes of a block: one TCP segment on Ethernet, and the largest."""
 
 
 def packet_series(address: tuple[str, int], token: str, seconds: float, block_bytes: int) -> dict[str, Any]:

@@ -14,8 +14,9 @@ from typing import Any
 
 from atlas.errors import AtlasError
 from atlas.wan.probe.agent import ask
-from atlas.wan.probe.measure import Address, Goodput, RoundTrips
+from atlas.wan.probe.measure import Goodput, RoundTrips
 from atlas.wan.probe.packet_series import MAX_ROWS
+from atlas.wan.transport.base import Address
 
 STREAMS = (1, 2, 4, 8, 16, 32)
 GAIN = 1.05

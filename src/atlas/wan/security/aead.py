@@ -15,6 +15,7 @@ from typing import Any
 from atlas.errors import MissingExtraError, WorkerError
 
 TAG_BYTES = 16
+"""Of AES-GCM."""
 SECRET_BYTES = 32
 MAX_KEY_BYTES = 1 << 42
 """4 TB with one key, far below the limits of AES-GCM. Then the stream is replaced by one with new keys."""

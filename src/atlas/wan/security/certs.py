@@ -34,14 +34,14 @@ def _x509() -> tuple[Any, Any, Any, Any]:
     return x509, hashes, serialization, ec
 
 
-def make_ca(folder: Path, *, days: int = CA_DAYS, name: str = "atlas") -> None:
+def make_ca(folder: Path, *, days: int = CA_DAYS) -> None:
     """Writes ca.pem and ca.key, unless the folder has a CA."""
     if (folder / "ca.key").exists() and (folder / "ca.pem").exists():
         return
     x509, _, _, ec = _x509()
     folder.mkdir(parents=True, exist_ok=True)
     key = ec.generate_private_key(ec.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, f"{name} CA {os.urandom(4).hex()}")])
+    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, f"atlas CA {os.urandom(4).hex()}")])
     usage = _usage(x509, sign_certificates=True)
     extensions = [(x509.BasicConstraints(ca=True, path_length=0), True), (usage, True)]
     _write(folder / "ca", key, _certificate(subject, subject, key, key, days, extensions))

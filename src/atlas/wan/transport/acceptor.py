@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from atlas.callers import NO_DESCRIPTOR_S
 from atlas.errors import WorkerError
 from atlas.wan.transport.settings import TransportSettings
 from atlas.wan.transport.unix_sockets import is_other_user
@@ -27,8 +28,6 @@ SELECT_S = 0.25
 """How often connections that sent no preamble are checked for their deadline."""
 GRACE_S = 1.0
 """What a handshake may take, if it is one of many: several round trips between any two places."""
-NO_DESCRIPTOR_S = 0.05
-"""Pause after a failed accept: most likely no file descriptor is left."""
 
 
 @dataclass(eq=False)

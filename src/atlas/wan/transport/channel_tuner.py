@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from atlas.wan.congestion.inflight_limit import InflightLimit
 from atlas.wan.congestion.restart import RestartRule
 from atlas.wan.congestion.stream_rotation import SHIFTS, StreamRotation
-from atlas.wan.congestion.tuning import HEADROOM, NEAR_RTT_S, Choice, LossWatch, RateMeter, choose, window_bytes
+from atlas.wan.congestion.tuning import HEADROOM, NEAR_RTT_S, LossWatch, RateMeter, StreamChoice, choose, window_bytes
 from atlas.wan.congestion.warm_up import KernelStats, WarmUp
 from atlas.wan.transport.message import Chunk
 from atlas.wan.transport.outbox import Outbox
@@ -50,7 +50,7 @@ class ChannelTuner:
         self.meter = RateMeter()
         self.rotation = StreamRotation[StreamSlot](time.monotonic())
         self.warm_up: WarmUp | None = None
-        self.choice: Choice | None = None
+        self.choice: StreamChoice | None = None
         self.max_chunk_bytes = MAX_CHUNK_BYTES
         self._losses, self._restarts = LossWatch(), RestartRule()
         self._tuned_bytes = 0

@@ -44,6 +44,7 @@ from atlas.wan.transport.wire import (
 )
 
 HANDSHAKE_S = 10.0
+"""What the handshake of a link may take."""
 ACCEPT_RETRY_S = 0.05
 """After a failed accept, for example because no file descriptor is left."""
 SEND_BUFFER_BYTES = 4 << 20
@@ -84,10 +85,6 @@ class DirectTransport(Transport):
             return False
         self._senders[peer, lane] = DirectSender(mine, sock, self.patience_s)
         return True
-
-    @property
-    def has_links(self) -> bool:
-        return bool(self._senders or self._receivers)
 
     def sends_to(self, peer: str, lane: int) -> bool:
         return (peer, lane) in self._senders

@@ -24,12 +24,12 @@ from atlas.wan.security.credentials import Security, datacenter_of
 from atlas.wan.transport.acceptor import Acceptor
 from atlas.wan.transport.base import Address, Buffer, Handle, Key, Transport, view_of, writable_view_of
 from atlas.wan.transport.channel import Channel
-from atlas.wan.transport.handshake import Answer, receive
+from atlas.wan.transport.handshake import GreetingAnswer, receive
 from atlas.wan.transport.inbound import Inbound
 from atlas.wan.transport.inbound_dialer import InboundDialer
 from atlas.wan.transport.inbound_streams import InboundStreams
 from atlas.wan.transport.inbox import Inbox
-from atlas.wan.transport.settings import TransportSettings
+from atlas.wan.transport.settings import CONNECT_S, TransportSettings
 from atlas.wan.transport.shared_channel import SharedChannel
 from atlas.wan.transport.shared_threads import SharedThreads
 from atlas.wan.transport.stream import SocketStream, broken
@@ -40,7 +40,7 @@ from atlas.wan.transport.wire import MAX_CHUNK_BYTES, Greeting, RecordKind
 
 log = logging.getLogger("atlas.wan")
 WATCH_S = 0.2
-"""How often channels and inboxes are checked for their deadlines."""
+"""How often channels, inboxes and the senders of cells are checked for their deadlines."""
 MAX_OWN_DIALERS = 8
 """Channels of peers that this node dials for with threads of their own."""
 Consumer = Callable[[Key, memoryview], None]
@@ -86,7 +86,7 @@ class Endpoint(Transport, Closing):
         self,
         peers: Mapping[str, Address | None],
         lanes: Iterable[int] = (0,),
-        timeout_s: float = 30.0,
+        timeout_s: float = CONNECT_S,
         *,
         light: bool = False,
     ) -> None:
@@ -96,7 +96,7 @@ class Endpoint(Transport, Closing):
         places = [(peer, lane, address) for peer, address in peers.items() for lane in lanes]
         self.warm_up([self.open(*place, light=light) for place in places], timeout_s)
 
-    def warm_up(self, channels: Iterable[Channel], timeout_s: float = 30.0) -> None:
+    def warm_up(self, channels: Iterable[Channel], timeout_s: float = CONNECT_S) -> None:
         """Returns when all are connected and warmed up. Raises WorkerError if one cannot be reached in time."""
         channels, deadline = list(channels), time.monotonic() + timeout_s
         shared = [channel for channel in channels if isinstance(channel, SharedChannel)]
@@ -256,25 +256,25 @@ class Endpoint(Transport, Closing):
                     inbox.fail(WorkerError(f"{self.name} is closed"))
             return self._inboxes[peer, lane]
 
-    def _answer(self, theirs: Greeting) -> tuple[Answer, Greeting]:
+    def _answer(self, theirs: Greeting) -> tuple[GreetingAnswer, Greeting]:
         mine = Greeting(self.name, theirs.name, theirs.lane, self.epoch, self.instance, self.settings.staging_bytes)
         if theirs.peer != self.name:
-            return Answer.OTHER_NODE, mine
+            return GreetingAnswer.OTHER_NODE, mine
         if theirs.epoch != self.epoch:
-            return (Answer.OLD_EPOCH if theirs.epoch < self.epoch else Answer.NEW_EPOCH), mine
+            return (GreetingAnswer.OLD_EPOCH if theirs.epoch < self.epoch else GreetingAnswer.NEW_EPOCH), mine
         with self._lock:
             if self._instances.get(theirs.name, theirs.instance) != theirs.instance:
-                return Answer.OTHER_LIFE, mine
+                return GreetingAnswer.OTHER_LIFE, mine
             channel = self._channels.get((theirs.name, theirs.lane))
             if theirs.reverse:
                 if channel is None or not channel.may_adopt(theirs.slot):
-                    return Answer.NOT_READY, mine
+                    return GreetingAnswer.NOT_READY, mine
                 mine = mine._replace(slot=channel.num_slots)
             elif sum(self._threads.values()) + self._inbound.num_shared >= self.settings.max_inbound:
-                return Answer.FULL, mine
+                return GreetingAnswer.FULL, mine
             self._instances[theirs.name] = theirs.instance
             self._threads[threading.current_thread()] = not theirs.reverse
-        return Answer.WELCOME, mine
+        return GreetingAnswer.WELCOME, mine
 
     def _admit(self, sock: socket.socket, mode: int) -> None:
         """Runs on a thread of its own, from the preamble to the end of the stream, or until a channel or the shared

@@ -23,7 +23,7 @@ from atlas.wan.transport.unix_sockets import can_be_unix, dial_unix, peer_host
 from atlas.wan.transport.wire import GREETING_BYTES, Greeting, pack_greeting, preamble, unpack_greeting
 
 
-class Answer(IntEnum):
+class GreetingAnswer(IntEnum):
     """The listener's answer to a greeting."""
 
     WELCOME = 0
@@ -38,14 +38,15 @@ class Answer(IntEnum):
 
 
 REASONS: dict[int, str] = {
-    Answer.OLD_EPOCH: "it is in a later epoch: this side was replaced and must stop",
-    Answer.NEW_EPOCH: "it is still in an earlier epoch",
-    Answer.OTHER_LIFE: "another process with this side's name is connected in this epoch: a restart needs a new epoch",
-    Answer.OTHER_NODE: "it is another node than the one addressed",
-    Answer.FULL: "it has as many connections as its setting max_inbound allows",
-    Answer.NOT_READY: "it has nothing to send on this lane yet",
+    GreetingAnswer.OLD_EPOCH: "it is in a later epoch: this side was replaced and must stop",
+    GreetingAnswer.NEW_EPOCH: "it is still in an earlier epoch",
+    GreetingAnswer.OTHER_LIFE: "another process with this side's name is connected in this epoch: a restart "
+    "needs a new epoch",
+    GreetingAnswer.OTHER_NODE: "it is another node than the one addressed",
+    GreetingAnswer.FULL: "it has as many connections as its setting max_inbound allows",
+    GreetingAnswer.NOT_READY: "it has nothing to send on this lane yet",
 }
-RETRY = (Answer.NEW_EPOCH, Answer.FULL, Answer.NOT_READY)
+RETRY = (GreetingAnswer.NEW_EPOCH, GreetingAnswer.FULL, GreetingAnswer.NOT_READY)
 CONFIRM = b"\1"
 FIRST_RETRY_S = 0.02
 """Pause after the first failure to connect."""
@@ -132,7 +133,7 @@ def resolve(address: Address) -> tuple[socket.AddressFamily, tuple[object, ...]]
 
 def _accepted(answer: bytes, mine: Greeting) -> Greeting:
     theirs = unpack_greeting(answer[1:])
-    if answer[0] != Answer.WELCOME:
+    if answer[0] != GreetingAnswer.WELCOME:
         reason = REASONS.get(answer[0], "no reason given")
         raise RefusedError(f"{mine.peer} refuses: {reason}", final=answer[0] not in RETRY)
     if theirs.name != mine.peer or theirs.epoch != mine.epoch:
@@ -145,7 +146,7 @@ def receive(
     sock: socket.socket,
     mode: int,
     security: Security,
-    accept: Callable[[Greeting], tuple[Answer, Greeting]],
+    accept: Callable[[Greeting], tuple[GreetingAnswer, Greeting]],
     timeout_s: float,
 ) -> tuple[SocketStream, Greeting] | None:
     """The listener's side, after the preamble. None if the greeting was refused. The caller closes the socket."""
@@ -166,7 +167,7 @@ def receive(
     answer, mine = accept(theirs)
     begin, rtt_s = time.monotonic(), 0.0
     exchange.write(secret + bytes([answer]) + pack_greeting(mine))
-    if answer != Answer.WELCOME:
+    if answer != GreetingAnswer.WELCOME:
         return None
     if theirs.reverse:
         exchange.read(len(CONFIRM))

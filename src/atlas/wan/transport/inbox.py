@@ -76,7 +76,7 @@ class Inbox:
         self.freed_bytes = 0
         self.failure: WorkerError | None = None
         self.last_progress_ns = time.monotonic_ns()
-        self.received_bytes = self.num_duplicates = self.num_consumer_errors = 0
+        self.received_bytes = 0
         self.on_posted: Callable[[Tag], None] = lambda tag: None
         self.on_freed: Callable[[int], None] = lambda total: None
         self._changed = threading.Condition()
@@ -152,7 +152,6 @@ class Inbox:
             while True:
                 arrival = self._find(header)
                 if arrival is None or header.offset in arrival.filled:
-                    self.num_duplicates += 1
                     return None
                 if header.total_bytes != arrival.header.total_bytes or header.tag != arrival.header.tag:
                     raise WorkerError(f"two chunks of message {header.number} from {self.peer} contradict each other")
@@ -204,8 +203,8 @@ class Inbox:
 
     # ---- inside ------------------------------------------------------------------------------------------------
     def _consume(self, arrival: IncomingMessage) -> None:
-        """Frees the staging whatever the consumer does. An error of the consumer does not end the stream: it is counted
-        and logged. If it is not a WorkerError, its traceback is shown too."""
+        """Frees the staging whatever the consumer does. An error of the consumer does not end the stream: it is logged.
+        If it is not a WorkerError, its traceback is shown too."""
         assert self.consumer is not None
         tag = arrival.header.tag
         try:
@@ -214,8 +213,6 @@ class Inbox:
             log.info("lane %d %s from %s could not be used: %s", self.lane, tag, self.peer, error)
             if not isinstance(error, WorkerError):
                 report(error)
-            with self._changed:
-                self.num_consumer_errors += 1
         finally:
             self._free(arrival)
 

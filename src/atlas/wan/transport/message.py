@@ -62,7 +62,7 @@ class Chunk(NamedTuple):
         return message.number, len(message.view), self.offset, self.num_bytes, message.tag, message.eager
 
 
-class Announced:
+class AnnouncedTags:
     """Tags whose receive is posted. A key is used once, so an announcement for a finished message is late and is
     ignored; otherwise its tag would stay here forever."""
 

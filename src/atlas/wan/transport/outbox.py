@@ -20,7 +20,7 @@ from atlas.ir.program import before
 from atlas.wan.congestion.inflight_limit import InflightLimit
 from atlas.wan.congestion.tuning import LEAST_CHUNK_BYTES
 from atlas.wan.transport.base import Handle, Tag, guarded
-from atlas.wan.transport.message import Announced, Chunk, OutgoingMessage
+from atlas.wan.transport.message import AnnouncedTags, Chunk, OutgoingMessage
 from atlas.wan.transport.wire import MAX_CHUNK_BYTES, MAX_POSTED
 from atlas.weather.packets import PacketLog
 
@@ -79,7 +79,7 @@ class Outbox:
         self._waiting: list[tuple[tuple[int, int], OutgoingMessage]] = []
         self._live: dict[int, OutgoingMessage] = {}
         self._held: dict[object, dict[tuple[int, int], Chunk]] = {}
-        self._posted = Announced()
+        self._posted = AnnouncedTags()
         self._charged_bytes = self._freed_bytes = self._unacked_bytes = 0
         self._latest_turn = self._slice_turn = self._next_turn = BEFORE_ALL_TURNS
         self._closed = False

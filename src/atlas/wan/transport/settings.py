@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+CONNECT_S = 30.0
+"""How long connecting to peers, and warming up the paths to them, may take."""
+
 
 @dataclass(frozen=True)
 class TransportSettings:

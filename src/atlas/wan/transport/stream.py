@@ -32,6 +32,7 @@ MIN_BATCH_BYTES, MAX_BATCH_BYTES = 4 * 1024, 512 * 1024
 """A payload is read in batches: the kernel wakes the reader when so much is there (SO_RCVLOWAT), not for every packet.
 On loopback this saved a tenth of the CPU time per byte."""
 MAX_BUFFER_BYTES = MAX_CHUNK_BYTES + HEADER_BYTES + 2 * TAG_BYTES
+"""A chunk with its header, both encrypted."""
 PACE_TOLERANCE = 0.05
 """A change of pace smaller than this is not worth a system call."""
 BBR_MEMORY_S = 10.0

@@ -18,12 +18,14 @@ from atlas.wan.security.credentials import Protection
 from atlas.wan.transport.base import ZERO_TAG, Tag
 
 VERSION = 3
+"""Of this protocol; both ends of a connection need the same."""
 PREAMBLE = struct.Struct("!8sBB")
 PREAMBLE_MAGIC, HEADER_MAGIC, RECORD_MAGIC, GREETING_MAGIC = b"ATLASWAN", b"AF", b"AR", b"ATLG"
 MAX_CHUNK_BYTES = NEAR_CHUNK_BYTES
 """The longest that is ever chosen."""
 MAX_MESSAGE_BYTES = 1 << 36
 MAX_NAME_BYTES = 200
+"""Of a node's name in UTF-8."""
 MAX_POSTED = 1 << 17
 """Receives that one node may have posted from one peer on one lane. The sender keeps a list of them."""
 

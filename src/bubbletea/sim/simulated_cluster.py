@@ -21,7 +21,8 @@ from atlas.spec.plan import load_job_or_plan
 from bubbletea.admit.aims import Aims
 from bubbletea.admit.lanes import build_lanes
 from bubbletea.admit.records import PrefillLane
-from bubbletea.admit.state import State
+from bubbletea.admit.state import AdmissionState
+from bubbletea.constants import GIB
 from bubbletea.costs import LLAMA_3_8B, PrefillCosts, price_prefill
 from bubbletea.sim.traces import RequestTrace
 from bubbletea.windows.bubbles import Forecast, Pattern, pattern_of
@@ -29,13 +30,15 @@ from bubbletea.windows.free_network import Residual, free_network, residual_of
 
 TOOL_WAITS = "tool waits"
 """Instead of a schedule's name: the windows are those of `waits`, not of training."""
+WITHOUT_TRAINING_BYTES = 64 * GIB
+"""How much more memory an accelerator has that only prefills: enough for any prompt of a trace."""
 ITERATIONS = 3
 """Simulated iterations; the last one is the steady state."""
 
 
 @dataclass(frozen=True, eq=False)
-class Scene:
-    """The input of a replay; policies do not change it."""
+class SimulatedCluster:
+    """Accelerators with their windows, networks and prices: the input of a replay. Policies do not change it."""
 
     name: str
     schedule: str
@@ -84,8 +87,8 @@ class Scene:
         *,
         kept: float = 0.0,
         aims: Aims | None = None,
-    ) -> State:
-        return State(forecast, self.costs, lanes, residual=self.residual, chunks=chunks, kept=kept, aims=aims)
+    ) -> AdmissionState:
+        return AdmissionState(forecast, self.costs, lanes, residual=self.residual, chunks=chunks, kept=kept, aims=aims)
 
     def capacity_tokens_per_s(self, trace: RequestTrace) -> float:
         """Prefill rate of the trace's prompts if all windows were filled without gaps: an upper bound."""
@@ -99,7 +102,7 @@ class Scene:
         return float((times * counts).sum() / (lengths * counts).sum())
 
 
-def scene_of(
+def simulated_cluster(
     path: Path,
     *,
     schedule: str | None = None,
@@ -107,19 +110,19 @@ def scene_of(
     cells: int = 1,
     steady: bool = True,
     progress: Progress | None = None,
-) -> Scene:
+) -> SimulatedCluster:
     """From a job or plan file, with `cells` DP-cells: its last simulated iteration, or a single one if not `steady`."""
     job, plan = load_job_or_plan(path, changes)
     if plan is not None and schedule is None:
         schedule = plan.schedule.name
     found = evaluate(job, schedule or "atlas", tcp="many", iterations=ITERATIONS, progress=progress)
     timeline, count = found.timeline if steady else found.single, min(cells, job.cells)
-    per_rank = peak_memory(job, found.single.program, arrangement=found.case.arrangement)
+    per_rank = peak_memory(job, found.single.program, workers=found.case.workers)
     # The memory model counts the memory reserved for prefill as training's.
     room = np.array([worker.cap - need + worker.reserved for worker, need in per_rank], np.int64)
     pattern = pattern_of(timeline, np.tile(room, timeline.program.num_pipelines))
     useful = np.isin(timeline.program.kind, np.array(USEFUL, np.int8))
-    return Scene(
+    return SimulatedCluster(
         name=job.name,
         schedule=found.schedule,
         pattern=pattern.replicated(count),
@@ -143,13 +146,19 @@ def _costs(job: Job, dc: str) -> PrefillCosts:
     )
 
 
-def dedicated(scene: Scene) -> Scene:
+def dedicated(cluster: SimulatedCluster) -> SimulatedCluster:
     """Accelerators that only prefill, as many as the windows amount to, with free networks."""
-    count = max(1, round(scene.idle_share * scene.pattern.num_workers))
-    period_ns, costs = scene.pattern.period_ns, scene.some_costs
-    memory_bytes = int(scene.pattern.memory_bytes.max()) + 2**36
+    count = max(1, round(cluster.idle_share * cluster.pattern.num_workers))
+    period_ns, costs = cluster.pattern.period_ns, cluster.some_costs
+    memory_bytes = int(cluster.pattern.memory_bytes.max()) + WITHOUT_TRAINING_BYTES
     pattern = Pattern.of_windows([[(0, period_ns)]] * count, period_ns, ["dedicated"] * count, memory_bytes)
     network = free_network(count, period_ns, costs.nic_bytes_per_s)
     return replace(
-        scene, pattern=pattern, residual=network, costs={"dedicated": costs}, num_ranks=1, longest_op_ns=0, result=None
+        cluster,
+        pattern=pattern,
+        residual=network,
+        costs={"dedicated": costs},
+        num_ranks=1,
+        longest_op_ns=0,
+        result=None,
     )

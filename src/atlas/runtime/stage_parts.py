@@ -1,7 +1,7 @@
 """The parts of a stage that are differentiated one by one: embedding, each layer, head with loss. A stage's backward
 goes through them from the last to the first, and the memory of a part is free before the next one begins.
 
-A unit's pass ends in an input half (I): the gradient of its input, gradients of vectors, and the products that make the
+A part's pass ends in an input half (I): the gradient of its input, gradients of vectors, and the products that make the
 gradients of its matrices (W, `models.linear`). Layers and head run eagerly, or as one compiled function each, which all
 layers share. Knows modules and autograd; not microbatches, not sums.
 """
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from atlas.runtime.models.block import DecoderLayer
 from atlas.runtime.models.decoder import Embedding, Head, loss_of
-from atlas.runtime.models.dropout import Draw, Masks
-from atlas.runtime.models.linear import EagerTape, Linear, Product, TapTape, make_taps
+from atlas.runtime.models.dropout import DropoutDraw, Masks
+from atlas.runtime.models.linear import EagerTape, GradientProduct, Linear, TapTape, make_taps
 from atlas.runtime.models.rope import Rotation
 
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -31,19 +31,19 @@ class InputHalf(NamedTuple):
     x_gradient: Tensor | None
     direct: list[tuple[Tensor, Tensor]]
     """Parameters whose gradients are complete: norms, biases, embeddings."""
-    products: list[Product]
+    products: list[GradientProduct]
 
 
-class Surroundings(NamedTuple):
+class PassContext(NamedTuple):
     """What every layer of a pass uses."""
 
     positions_L: Tensor  # noqa: N815
     turned: Rotation | None
-    draw: Draw | None
+    draw: DropoutDraw | None
 
 
 @dataclass(eq=False)
-class UnitPass:
+class PartPass:
     """A forward that a backward follows."""
 
     x: Tensor | None
@@ -52,9 +52,9 @@ class UnitPass:
     direct: Sequence[Tensor]
     """Parameters whose gradients are complete after I."""
     tape: EagerTape | None
-    """Of an eager unit with matrices."""
+    """Of an eager part with matrices."""
     tapped: Sequence[tuple[Linear, Tensor, Tensor]] = ()
-    """Of a compiled unit: matrix, tap, input."""
+    """Of a compiled part: matrix, tap, input."""
 
     def input_half(self, y_gradient: Tensor | None) -> InputHalf:
         taps, own = [tap for _, tap, _ in self.tapped], [] if self.x is None else [self.x]
@@ -64,13 +64,13 @@ class UnitPass:
             products = self.tape.products
         else:
             pairs = zip(self.tapped, found[: len(taps)], strict=True)
-            products = [Product(linear.weight, x, gradient) for (linear, _, x), gradient in pairs]
+            products = [GradientProduct(linear.weight, x, gradient) for (linear, _, x), gradient in pairs]
         return InputHalf(x_gradient, list(zip(self.direct, found[len(taps) :], strict=True)), products)
 
 
-def embed(embedding: Embedding, around: Surroundings, tokens_BL: Tensor) -> UnitPass:  # noqa: N803
+def embed(embedding: Embedding, around: PassContext, tokens_BL: Tensor) -> PartPass:  # noqa: N803
     output: Tensor = embedding(tokens_BL, around.positions_L, around.draw)
-    return UnitPass(None, output, list(embedding.parameters()), None)
+    return PartPass(None, output, list(embedding.parameters()), None)
 
 
 # ---- layers ----------------------------------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ class LayerRunner:
         self._taps: list[Tensor] = []
         self._direct = {id(layer): _without_matrices(layer) for layer in layers}
 
-    def forward(self, layer: DecoderLayer, around: Surroundings, x: Tensor) -> UnitPass:
+    def forward(self, layer: DecoderLayer, around: PassContext, x: Tensor) -> PartPass:
         """`x` requires a gradient, unless autograd is off."""
         masks = None
         if around.draw is not None and layer.dropout:
@@ -91,11 +91,11 @@ class LayerRunner:
         if self._run is None:
             tape = EagerTape() if torch.is_grad_enabled() else None
             y, _ = layer(x, around.positions_L, masks=masks, turned=around.turned, tape=tape)
-            return UnitPass(x, y, self._direct[id(layer)], tape)
+            return PartPass(x, y, self._direct[id(layer)], tape)
         if not self._taps or self._taps[0].shape[:-1] != x.shape[:-1]:
             self._taps = make_taps(layer.linears, x)
         y, inputs = self._run(layer, x, around.positions_L, masks, around.turned, self._taps)
-        return UnitPass(x, y, self._direct[id(layer)], None, list(zip(layer.linears, self._taps, inputs, strict=True)))
+        return PartPass(x, y, self._direct[id(layer)], None, list(zip(layer.linears, self._taps, inputs, strict=True)))
 
 
 def _without_matrices(layer: DecoderLayer) -> list[Tensor]:
@@ -143,7 +143,7 @@ def _tapped_loss(head: Head, x: Tensor, targets_BL: Tensor, taps: list[Tensor]) 
 
 
 @dataclass(eq=False)
-class HeadPass(UnitPass):
+class HeadPass(PartPass):
     """Its backward is that of the loss times `scale`."""
 
     scale: float = 1.0

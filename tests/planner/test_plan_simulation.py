@@ -6,11 +6,13 @@ from typing import Any
 
 from atlas.cost.cluster_arrays import cluster_arrays
 from atlas.planner.candidate import Candidate, Group
-from atlas.planner.whole import Whole, simulate_whole
+from atlas.planner.plan_simulation import PlanSimulation, simulate_plan
 from atlas.spec import parse_job
 
 
-def two_groups(left: dict[str, Any], right: dict[str, Any], memory_gib: tuple[float, float] = (40.0, 40.0)) -> Whole:
+def two_groups(
+    left: dict[str, Any], right: dict[str, Any], memory_gib: tuple[float, float] = (40.0, 40.0)
+) -> PlanSimulation:
     """Two groups, each of two datacenters joined by its own link."""
     far = {"latency_ms": 10.0, "pair_gbps": 5.0}
     links = [{"between": ["a", "b"], **far, **left}, {"between": ["c", "d"], **far, **right}]
@@ -35,7 +37,7 @@ def two_groups(left: dict[str, Any], right: dict[str, Any], memory_gib: tuple[fl
         }
     )
     groups = tuple(Group(((x, 2), (y, 2)), (2, 2, 2, 2), 1, 2, 8) for x, y in ("ab", "cd"))
-    return simulate_whole(job, cluster_arrays(job), Candidate(1, 1, groups, True), "1f1b", sharing=False)
+    return simulate_plan(job, cluster_arrays(job), Candidate(1, 1, groups, True), "1f1b", sharing=False)
 
 
 def test_a_group_with_a_trunk_and_one_without_are_simulated_apart() -> None:

@@ -1,6 +1,6 @@
 """Sums gradients over groups of pipelines, over the WAN transport: each worker exchanges its slice, which its own group
-has summed, with the workers of other groups that have the same values (`meeting_plan`). All workers of a group send at
-once, and a stage begins when its own sum is complete, while other stages still compute.
+has summed, with the workers of other groups that have the same values (`group_sum_plan`). All workers of a group send
+at once, and a stage begins when its own sum is complete, while other stages still compute.
 
 Knows slices and links; not what lies in them.
 """
@@ -12,26 +12,26 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from atlas.runtime.group_sum_plan import GroupPeer, group_parts, rounds
 from atlas.runtime.links import WorkerLinks
-from atlas.runtime.meeting_plan import Peer, rounds, stage_meeting
 from atlas.runtime.models.config import DecoderConfig
+from atlas.runtime.topology import GROUP_SUMS
 from atlas.runtime.transfers import bytes_of
 from atlas.runtime.waits import Wait
-from atlas.runtime.wiring import MEETING
 from atlas.wan.transport.base import Handle, Key
 
 if TYPE_CHECKING:
     from atlas.runtime.tensor_parallel.group import TensorGroup
 
 
-class Meeting(Protocol):
+class GroupSum(Protocol):
     def sum(self, step: int, mine: Tensor, wait: Wait) -> int:
         """Replace this pipeline's slice, in host memory, by the sum over all groups; returns when the last part
         arrived."""
         ...
 
 
-class GroupMeeting:
+class RingGroupSum:
     """Of a worker with one stage."""
 
     def __init__(self, links: WorkerLinks, config: DecoderConfig, tp: int = 1) -> None:
@@ -40,7 +40,7 @@ class GroupMeeting:
         count = len(role.groups)
         self._after, self._before = (role.groups[(role.group + step) % count] for step in (1, -1))
         self._rounds = rounds(role.group, count)
-        self._plan = stage_meeting(role, config, tp)
+        self._plan = group_parts(role, config, tp)
 
     def sum(self, step: int, mine: Tensor, wait: Wait) -> int:
         """`mine`: of all tensor-parallel ranks, one after the other."""
@@ -65,24 +65,24 @@ class GroupMeeting:
         wait(sent)
         return arrived_ns
 
-    def _send(self, peer: Peer, key: tuple[int, int], values: Tensor) -> Handle:
+    def _send(self, peer: GroupPeer, key: tuple[int, int], values: Tensor) -> Handle:
         node = self._after.node_of(*peer)
         what = f"{self.role.who} sends gradients of step {key[0]} to {node}"
-        return self.links.main.send(Key(node, MEETING, (*key, self.role.rank, 0)), bytes_of(values), what=what)
+        return self.links.main.send(Key(node, GROUP_SUMS, (*key, self.role.rank, 0)), bytes_of(values), what=what)
 
-    def _recv(self, peer: Peer, key: tuple[int, int], values: Tensor, what: str) -> Handle:
+    def _recv(self, peer: GroupPeer, key: tuple[int, int], values: Tensor, what: str) -> Handle:
         node = self._before.node_of(*peer)
-        return self.links.main.recv(Key(node, MEETING, (*key, peer.rank, 0)), bytes_of(values), f"{what} of {node}")
+        return self.links.main.recv(Key(node, GROUP_SUMS, (*key, peer.rank, 0)), bytes_of(values), f"{what} of {node}")
 
 
 def _length(part: slice) -> int:
     return int(part.stop - part.start)
 
 
-class LedMeeting:
+class LeaderGroupSum:
     """Of one rank of a tensor-parallel worker: its leader has the links and exchanges the slices of all ranks."""
 
-    def __init__(self, group: TensorGroup, leader: Meeting | None) -> None:
+    def __init__(self, group: TensorGroup, leader: GroupSum | None) -> None:
         """`leader`: on the leader."""
         self.group, self.leader = group, leader
 

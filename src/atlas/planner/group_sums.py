@@ -1,5 +1,5 @@
 """Data parallelism over regions: several groups of pipelines sum their gradients over the WAN, as planned in
-`runtime.meeting_plan`.
+`runtime.group_sum_plan`.
 
 Inside a group each pipeline has the sum of its slice of every stage. The groups form a ring, in the order of the
 candidate; each slice goes to the workers of the next group that have the same values: all of it once between two
@@ -97,7 +97,7 @@ def _owners(pieces: tuple[float, ...], per_node: tuple[int, ...], cut: _Cut) -> 
     return _Owners(first.ravel(), np.repeat(dc, num_replicas), node.ravel())
 
 
-@lru_cache(maxsize=16_384)  # the same lines of groups are priced for several links and microbatch sizes
+@lru_cache(maxsize=16_384)  # the same sets of groups are priced for several links and microbatch sizes
 def _lane_bytes(
     pieces: tuple[float, ...], per_node: tuple[int, ...], one: _Cut, other: _Cut
 ) -> dict[tuple[int, int], LaneBytes]:
@@ -157,7 +157,7 @@ def _lane_s(cluster: ClusterArrays, candidate: Candidate, pair: tuple[int, int],
     return max(*ends, path, 8 * sent.total / float(cluster.trunk_bps[pair]))
 
 
-def meeting_s(cluster: ClusterArrays, piece_bytes: Floats, candidate: Candidate) -> list[Floats] | None:
+def group_sum_s(cluster: ClusterArrays, piece_bytes: Floats, candidate: Candidate) -> list[Floats] | None:
     """By group and stage: seconds that the ring takes; None where two neighbours of it have no path. `piece_bytes`: the
     gradient of each piece of the model (`ModelArrays.gradient_bytes`)."""
     count = len(candidate.groups)
@@ -201,19 +201,19 @@ class GroupWaits(NamedTuple):
     """What a group's SYNC and NORM wait for other groups."""
 
     sync_s: Floats
-    """By stage: from its last backward to the end of the meeting."""
+    """By stage: from its last backward to the end of the sum between groups."""
     norm_s: float
 
 
 def group_waits(jobs: Sequence[Job], done_s: list[Floats], tcp: str) -> list[GroupWaits]:
     """Of each group of a job that is to be executed. `done_s`: by group and stage, its last backward."""
     candidate, cluster = candidate_of_jobs(jobs, tcp), cluster_arrays(jobs[0])
-    between = meeting_s(cluster, model_arrays(jobs[0], cluster).gradient_bytes, candidate)
+    between = group_sum_s(cluster, model_arrays(jobs[0], cluster).gradient_bytes, candidate)
     assert between is not None, "the planner has refused groups without a path"
     ends = [cluster.index[group.stage_dc[-1]] for group in candidate.groups]
     return [
-        GroupWaits(np.asarray(start - done + meet), float(cluster.latency_s[ends[0], end]))
-        for start, done, meet, end in zip(started_s(candidate, done_s), done_s, between, ends, strict=True)
+        GroupWaits(np.asarray(start - done + sum_s), float(cluster.latency_s[ends[0], end]))
+        for start, done, sum_s, end in zip(started_s(candidate, done_s), done_s, between, ends, strict=True)
     ]
 
 
@@ -245,7 +245,7 @@ def candidate_of_jobs(jobs: Sequence[Job], tcp: str) -> Candidate:
     return Candidate(jobs[0].tp, jobs[0].microbatch, groups, tcp="one" if tcp == "one" else "many")
 
 
-def meeting_usd(
+def group_sum_usd(
     cluster: ClusterArrays, piece_bytes: Floats, candidate: Candidate
 ) -> tuple[float, dict[tuple[str, str], float]]:
     """(dollars, bytes by link) that the ring sends over the WAN in one iteration."""

@@ -11,18 +11,20 @@ from atlas.sailor.inputs import Inputs
 from atlas.sailor.judge import PlanJudge
 from atlas.sailor.plan_file import SailorPlan
 
+MIN_GAIN = 1e-12
+"""Changes that gain less are rounding."""
 Goal = Callable[[PlanJudge, list[int]], float]
 """The score of a split, by the ends of its stages."""
 
 
-def polished(inputs: Inputs, plan: SailorPlan, goal: Goal) -> SailorPlan:
+def improved(inputs: Inputs, plan: SailorPlan, goal: Goal) -> SailorPlan:
     """The plan after every change that helps, none of which breaks a rule."""
     judge, ends = PlanJudge(inputs, plan), plan.ends
     score = goal(judge, ends)
     while True:
         for other in _changes(ends):
             new_score = goal(judge, other)
-            if new_score < score - 1e-12 and _feasible(inputs, plan.split(other)):
+            if new_score < score - MIN_GAIN and _feasible(inputs, plan.split(other)):
                 score, ends = new_score, other
                 break
         else:

@@ -17,10 +17,10 @@ from typing import NamedTuple
 from atlas.runtime.flat_layout import FlatLayout
 from atlas.runtime.models.config import DecoderConfig, layer_of, model_layers
 from atlas.runtime.models.sizes import layer_sizes, stage_layout
-from atlas.runtime.wiring import MAIN, MEETING, GroupShape, PeerLink, WorkerRole
+from atlas.runtime.topology import GROUP_SUMS, MAIN, GroupShape, PeerLink, WorkerRole
 
 
-class Round(NamedTuple):
+class RingRound(NamedTuple):
     """One exchange with the neighbours in the ring."""
 
     sent: int
@@ -35,16 +35,16 @@ def num_chunks(num_groups: int) -> int:
     return 1 if num_groups == 2 else num_groups
 
 
-def rounds(group: int, num_groups: int) -> list[Round]:
+def rounds(group: int, num_groups: int) -> list[RingRound]:
     """Of one group."""
     if num_groups == 2:
-        return [Round(0, 0, True)]
+        return [RingRound(0, 0, True)]
     turns = range(num_groups - 1)
-    sums = [Round((group - t) % num_groups, (group - t - 1) % num_groups, True) for t in turns]
-    return sums + [Round((group + 1 - t) % num_groups, (group - t) % num_groups, False) for t in turns]
+    sums = [RingRound((group - t) % num_groups, (group - t - 1) % num_groups, True) for t in turns]
+    return sums + [RingRound((group + 1 - t) % num_groups, (group - t) % num_groups, False) for t in turns]
 
 
-class Peer(NamedTuple):
+class GroupPeer(NamedTuple):
     """A worker of a neighbouring group."""
 
     pipeline: int
@@ -52,27 +52,27 @@ class Peer(NamedTuple):
     rank: int
 
 
-Parts = dict[Peer, list[slice]]
+Parts = dict[GroupPeer, list[slice]]
 """By peer: the parts of this worker's slice that it has too, in the same order on both sides."""
 
 
-class StageMeeting(NamedTuple):
+class GroupParts(NamedTuple):
     """What one worker exchanges of its stage, by chunk."""
 
     sent: list[Parts]
     received: list[Parts]
 
 
-def stage_meeting(role: WorkerRole, config: DecoderConfig, tp: int = 1) -> StageMeeting:
+def group_parts(role: WorkerRole, config: DecoderConfig, tp: int = 1) -> GroupParts:
     count = len(role.groups)
     after, before = (role.groups[(role.group + step) % count] for step in (1, -1))
     sent = _shared(role, after, config, tp)
-    return StageMeeting(sent, sent if before is after else _shared(role, before, config, tp))
+    return GroupParts(sent, sent if before is after else _shared(role, before, config, tp))
 
 
 def _shared(role: WorkerRole, other: GroupShape, config: DecoderConfig, tp: int) -> list[Parts]:
     chunks = num_chunks(len(role.groups))
-    found: list[dict[Peer, list[tuple[str, int, slice]]]] = [{} for _ in range(chunks)]
+    found: list[dict[GroupPeer, list[tuple[str, int, slice]]]] = [{} for _ in range(chunks)]
     for run in _owned(role, config, tp):
         edges = [run.num_values * k // chunks for k in range(chunks + 1)]
         for peer, first, last in _owners(run, other, config, tp):
@@ -111,14 +111,14 @@ def _owned(role: WorkerRole, config: DecoderConfig, tp: int) -> Iterator[OwnedRu
                 yield OwnedRun(name, size.num_values, first - offset, last - offset, first - begin)
 
 
-def _owners(run: OwnedRun, other: GroupShape, config: DecoderConfig, tp: int) -> Iterator[tuple[Peer, int, int]]:
+def _owners(run: OwnedRun, other: GroupShape, config: DecoderConfig, tp: int) -> Iterator[tuple[GroupPeer, int, int]]:
     """The workers of another group that have a part of it, with that part of the parameter."""
     rank = _rank_of(other, config)[layer_of(run.name)]
     layout = _layout(other, rank, config, tp)
     length, offset = layout.num_gradients // other.num_pipelines, layout.offsets[run.name]
     for pipeline in range((offset + run.first) // length, (offset + run.last - 1) // length + 1):
         first = max(run.first, pipeline * length - offset)
-        yield Peer(pipeline, rank), first, min(run.last, (pipeline + 1) * length - offset)
+        yield GroupPeer(pipeline, rank), first, min(run.last, (pipeline + 1) * length - offset)
 
 
 def _stage_layers(group: GroupShape, rank: int, config: DecoderConfig) -> list[str]:
@@ -139,24 +139,24 @@ def _layout(group: GroupShape, rank: int, config: DecoderConfig, tp: int) -> Fla
 
 
 # ---- links ---------------------------------------------------------------------------------------------------------
-def meeting_links(role: WorkerRole, config: DecoderConfig, tp: int = 1) -> list[PeerLink]:
+def group_links(role: WorkerRole, config: DecoderConfig, tp: int = 1) -> list[PeerLink]:
     """All that a worker opens to workers of other groups: to those it sends gradients to, and, at the end of the first
     pipeline, to those that need the global norm."""
     if not role.groups:
         return []
     after = role.groups[(role.group + 1) % len(role.groups)]
-    peers = [peer for parts in stage_meeting(role, config, tp).sent for peer in parts]
+    peers = [peer for parts in group_parts(role, config, tp).sent for peer in parts]
     nodes = [after.node_of(*peer) for peer in sorted(peers)]
     nodes += [other.node_of(*peer) for other, peer in norm_receivers(role)]
-    return [PeerLink(MAIN, node, MAIN, MEETING) for node in dict.fromkeys(nodes)]
+    return [PeerLink(MAIN, node, MAIN, GROUP_SUMS) for node in dict.fromkeys(nodes)]
 
 
-def norm_receivers(role: WorkerRole) -> list[tuple[GroupShape, Peer]]:
+def norm_receivers(role: WorkerRole) -> list[tuple[GroupShape, GroupPeer]]:
     """The last workers of all pipelines of the other groups, if this worker sends them the norm."""
     if not role.groups or (role.group, role.pipeline, role.rank) != (0, 0, role.program.num_ranks - 1):
         return []
     return [
-        (other, Peer(pipeline, len(other.rank_dc) - 1))
+        (other, GroupPeer(pipeline, len(other.rank_dc) - 1))
         for other in role.groups[1:]
         for pipeline in range(other.num_pipelines)
     ]

@@ -15,7 +15,7 @@ import numpy as np
 from atlas.errors import ProgramError
 from atlas.ir.program import BACKWARD, FORWARD, Kind, Program
 
-GRADIENTS, CONTROL, TIED, MEETING = 2, 3, 6, 7
+GRADIENTS, CONTROL, TIED, GROUP_SUMS = 2, 3, 6, 7
 """Lanes beside those of activations and their gradients: gradient sums over pipelines; the norm; tied embeddings; sums
 over groups of pipelines."""
 MAIN, BEFORE, AFTER = "main", "before", "after"
@@ -84,7 +84,7 @@ class WorkerRole:
     cell: int = 0
     num_cells: int = 1
     groups: tuple[GroupShape, ...] = ()
-    """Of the run, in the order of their ring (`meeting_plan`). Empty: all pipelines are placed alike."""
+    """Of the run, in the order of their ring (`group_sum_plan`). Empty: all pipelines are placed alike."""
     group: int = 0
     """Its own."""
 

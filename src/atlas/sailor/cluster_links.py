@@ -1,7 +1,7 @@
 """Links between clusters from best to worst, and which clusters the best k links connect, for lower bounds.
 
-Whatever a plan uses is connected, by transfers or by gradient rings. So what has no room in the clusters that the best
-k links connect needs one of the other links. Knows clusters and tables, no outlines.
+Whatever a plan uses is connected, by transfers or by gradient rings. So a plan with more GPUs than the clusters that
+the best k links connect needs one of the other links. Knows clusters and tables, no outlines.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ClusterLinks:
         self.pairs = sorted(pairs, key=lambda pair: (float(both_s[pair]), pair))
         self.forward_s, self.backward_s = send.min(axis=(0, 1)), back.min(axis=(0, 1))
         """(run, next run): over any pair."""
-        self.room = self._connected(tables.rooms[:, None])[:, 0]
+        self.connected_gpus = self._connected(tables.cluster_gpus[:, None])[:, 0]
         """By number of links: GPUs that they connect."""
 
     def _connected(self, weights: Ints) -> Ints:
@@ -48,7 +48,7 @@ class ClusterLinks:
     def whole_columns(self) -> Ints:
         """(number of links, GPUs of a column): columns that are whole in some cluster, of connected clusters."""
         gpus = np.maximum(1, np.arange(self.tables.num_gpus + 1))
-        return self._connected(self.tables.rooms[:, None] // gpus)
+        return self._connected(self.tables.cluster_gpus[:, None] // gpus)
 
     def by_level(self, table: Floats) -> Floats:
         """(a, b, ...) to (level, ...): the least over the links of a level and beyond."""
@@ -58,19 +58,9 @@ class ClusterLinks:
     @cached_property
     def extra_s(self) -> Floats:
         """(level, first run, second run): what a crossing adds at least to the transfers, there and back."""
-        added = self.tables.send_s + self.tables.back_s - (self.forward_s + self.backward_s)
-        return least_of_borders(self.by_level(np.maximum(0.0, added)))
+        return self.by_level(self.tables.crossing_s[0])
 
     @cached_property
     def wait_s(self) -> Floats:
         """(level, first run, second run): what a stage beside a crossing takes at least."""
-        least_layer = float(np.diff(self.tables.layers.time_s, axis=1).min())
-        return least_of_borders(self.by_level(np.maximum(self.tables.send_s, self.tables.back_s))) + least_layer
-
-
-def least_of_borders(table: Floats) -> Floats:
-    """(..., run, next run), for stages of one run and then another: the least between two of the first, two of the
-    second, or one of each.
-    """
-    own = np.diagonal(table, axis1=-2, axis2=-1)
-    return np.minimum(np.minimum(own[..., :, None], own[..., None, :]), table)
+        return self.by_level(self.tables.crossing_s[1])

@@ -1,4 +1,4 @@
-"""Where a service and the workers of a run meet: a folder with one file for each datacenter, in which the service
+"""How the workers of a run find their service: a folder with one file for each datacenter, in which the service
 writes its address and a token. Workers read it whenever they have no connection, so a service may start late, end,
 and return at another address. Hosts without a shared file system get a copy of the file.
 
@@ -24,7 +24,9 @@ from atlas.errors import AtlasError, WorkerError
 ALL = "all"
 """The file of a service for every datacenter: of a run on one machine."""
 MAX_FILE_BYTES = 4096
-LOOK_S = 1.0
+"""A file has an address and a token; more is not read."""
+CONNECT_S = 1.0
+"""Time limit for finding out whether the service of an existing file still listens."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class ServicePlace:
     """Both ends prove their names with the run's certificates, and everything is encrypted."""
 
 
-def meeting_folder(given: str | Path | None) -> Path:
+def service_folder(given: str | Path | None) -> Path:
     """The user's own on this host, unless another one is given."""
     return Path(given) if given else Path(tempfile.gettempdir()) / f"bubbletea-{os.getuid()}"
 
@@ -71,7 +73,7 @@ def find(settings: Mapping[str, Any], datacenter: str) -> ServicePlace | None:
     for a file that cannot be trusted or read."""
     if "address" in settings:
         return ServicePlace(str(settings["address"]), Path(settings["token_file"]).read_text(encoding="utf-8").strip())
-    folder = meeting_folder(settings.get("folder"))
+    folder = service_folder(settings.get("folder"))
     found = (_read(folder / f"{name}.json") for name in (datacenter, ALL))
     return next((place for place in found if place is not None), None)
 
@@ -104,7 +106,7 @@ def _require_free(file: Path, datacenter: str | None) -> None:
     if place is None:
         return
     host, _, port = place.address.rpartition(":")
-    with contextlib.suppress(OSError, ValueError), socket.create_connection((host, int(port)), timeout=LOOK_S):
+    with contextlib.suppress(OSError, ValueError), socket.create_connection((host, int(port)), timeout=CONNECT_S):
         where = f"datacenter {datacenter}" if datacenter else "all datacenters"
         raise AtlasError(
             f"{file}: a service of {where} listens at {place.address}. Stop it first, or choose another --folder here "

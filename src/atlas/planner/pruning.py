@@ -12,10 +12,10 @@ from __future__ import annotations
 import numpy as np
 
 from atlas.cost.cluster_arrays import ClusterArrays, Floats, Ints
-from atlas.planner.shapes import Shape
+from atlas.planner.shapes import PipelineShape
 
 
-def nested_best(score: Floats, used: Ints, count: int, most: int) -> Ints:
+def undominated(score: Floats, used: Ints, count: int, most: int) -> Ints:
     """The indices of the finite scores that are kept, lowest first; equal scores in the order given. `used` [v, i]:
     workers by datacenter; with no columns, the best `count` are kept. Only the best `most` are looked at: in a large
     cluster thousands of candidates need workers in different datacenters."""
@@ -41,7 +41,7 @@ def nested_best(score: Floats, used: Ints, count: int, most: int) -> Ints:
     return np.array(found, np.int64)
 
 
-def workers_used(cluster: ClusterArrays, shapes: list[Shape], shape: Ints, replicas: Ints) -> Ints:
+def workers_used(cluster: ClusterArrays, shapes: list[PipelineShape], shape: Ints, replicas: Ints) -> Ints:
     """[v, i]: workers by datacenter of `replicas[v]` pipelines of the shape `shapes[shape[v]]`."""
     stages = np.zeros((len(shapes), cluster.num_dcs), np.int64)
     for row, one in zip(stages, shapes, strict=True):

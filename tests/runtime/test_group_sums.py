@@ -8,11 +8,11 @@ import torch
 from atlas.ir.assemble import with_optimizer
 from atlas.ir.program import Layout
 from atlas.runtime.flat import FlatParameters
-from atlas.runtime.meeting_plan import Peer, meeting_links, rounds, stage_meeting
+from atlas.runtime.group_sum_plan import GroupPeer, group_links, group_parts, rounds
 from atlas.runtime.models.config import DecoderConfig, gpt, model_layers
 from atlas.runtime.models.decoder import LayerRange, build
 from atlas.runtime.models.sizes import stage_layout
-from atlas.runtime.wiring import GroupShape, WorkerRole, all_roles
+from atlas.runtime.topology import GroupShape, WorkerRole, all_roles
 from atlas.schedules.classic import one_f_one_b
 
 GPT = gpt(num_layers=5, width=16, num_heads=2, vocabulary=64, max_length=8)
@@ -73,7 +73,7 @@ def test_every_value_is_summed_once_over_all_groups_and_equal_everywhere(
 
 def test_links_go_to_those_that_receive_and_the_norm_goes_to_all_last_stages() -> None:
     roles = groups_of((1, (5,)), (2, (2, 3)))
-    to = {role.node: {link.peer for link in meeting_links(role, GPT)} for role in roles}
+    to = {role.node: {link.peer for link in group_links(role, GPT)} for role in roles}
     assert to["dc0/p0.s0"] == {f"dc1/p{c}.s{s}" for c in (1, 2) for s in (0, 1)}
     assert all(to[f"dc1/p{c}.s{s}"] == {"dc0/p0.s0"} for c in (1, 2) for s in (0, 1))
 
@@ -115,7 +115,7 @@ def _named(role: WorkerRole, mine: torch.Tensor) -> list[tuple[str, int, torch.T
 
 def _exchange(roles: list[WorkerRole], held: dict[str, torch.Tensor]) -> None:
     """All rounds of all workers, without links."""
-    plans = {role.node: stage_meeting(role, GPT) for role in roles}
+    plans = {role.node: group_parts(role, GPT) for role in roles}
     count = len(roles[0].groups)
     for number in range(len(rounds(0, count))):
         sent: dict[tuple[str, str], torch.Tensor] = {}
@@ -126,7 +126,7 @@ def _exchange(roles: list[WorkerRole], held: dict[str, torch.Tensor]) -> None:
         for role in roles:
             before, now = role.groups[(role.group - 1) % count], rounds(role.group, count)[number]
             for peer, parts in plans[role.node].received[now.received].items():
-                _take(held[role.node], parts, sent.pop((before.node_of(*Peer(*peer)), role.node)), adds=now.adds)
+                _take(held[role.node], parts, sent.pop((before.node_of(*GroupPeer(*peer)), role.node)), adds=now.adds)
         assert not sent, "all that is sent is received"
 
 

@@ -1,35 +1,38 @@
-"""Choices of sizes with no place yet (replicas, tp by stage, stages), each with a lower bound of its time in any
-placement.
+"""Outlines: choices of parallelism without a place (replicas, tp by stage, stages), each with a lower bound of its time
+in any placement.
 
 All outlines of one microbatch size at once, as arrays. A bound shares the work ideally over whole layers and memory,
 takes the best link everywhere, and charges what must go between clusters: whatever a plan uses is connected by
-transfers or by gradient rings, so of links from best to worst it needs one at which the room suffices.
+transfers or by gradient rings, so of links from best to worst it needs one at which the connected clusters have
+enough GPUs.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from atlas.sailor.levels import ClusterLinks
-from atlas.sailor.split import Measure, Stages, balanced, totals
+from atlas.sailor.cluster_links import ClusterLinks
+from atlas.sailor.judge import MAX_RING_TP, SHORT_PIPELINE
+from atlas.sailor.split import StageLimit, Stages, balanced, totals
 from atlas.sailor.tables import Bools, Floats, Ints, SailorTables
 
 Score = Callable[[Floats, Floats, Floats], Floats]
 """Of seconds, USD a second of the GPUs, and USD of egress; lower is better, infinite is not allowed."""
 FEW = 3
 """Up to this many clusters every order of every subset is tried; beyond it, chains of nearest neighbours."""
+ROUNDED = 1 - 1e-9
+"""Bounds are lowered by this factor, because the judge may add in another order."""
 RINGS, ONE_WAY, TEAMS, OVERLAP = range(4)
 """Ways to connect clusters: no column leaves its cluster; all go one way; columns go several ways, which share no
 cluster; or which may share some."""
 
 
-@dataclass(frozen=True)
-class Outlines:
+class Outlines(NamedTuple):
     """One entry for each outline: `num_first` stages of one run, then `num_second` (perhaps 0) of another."""
 
     columns: Ints
@@ -47,7 +50,7 @@ class Outlines:
     """(outline, way to connect)."""
 
     def take(self, index: Ints) -> Outlines:
-        return Outlines(*(getattr(self, field.name)[index] for field in fields(self)))
+        return Outlines._make(field[index] for field in self)
 
     @property
     def num_stages(self) -> Ints:
@@ -61,11 +64,11 @@ def column_counts(global_batch: int, mbs: int, most: int) -> list[int]:
     return sorted(count for count in counts if count <= most)
 
 
-class Sketch:
+class OutlineGenerator:
     """All outlines of one microbatch size, bounded in steps: what one step rules out the next need not look at."""
 
     def __init__(self, tables: SailorTables) -> None:
-        self.bounds = Bounds(tables)
+        self.bounds = OutlineBounds(tables)
         self.tables = tables
         counts = column_counts(tables.inputs.global_batch, tables.mbs, tables.num_gpus)
         self.counts = np.array(counts, dtype=np.int64)
@@ -133,7 +136,7 @@ class OutlineShapes(NamedTuple):
         return OutlineShapes._make(field[index] for field in self)
 
 
-class Bounds:
+class OutlineBounds:
     """Lower bounds for one microbatch size."""
 
     def __init__(self, tables: SailorTables) -> None:
@@ -142,7 +145,7 @@ class Bounds:
         runs = tables.runs
         self.ratio = np.array([min(tables.ratio[k] for k in run) for run in runs])
         self.tp = tables.run_tp.min(axis=1)
-        self.sync_tp = np.minimum(4, tables.run_tp.max(axis=1))
+        self.sync_tp = np.minimum(MAX_RING_TP, tables.run_tp.max(axis=1))
         self.layers = tables.layers.best(runs)
         self.gradients = np.array(tables.stage_bytes) / self.sync_tp[:, None]
 
@@ -153,12 +156,11 @@ class Bounds:
         gpus = num_first * self.tp[first] + num_second * self.tp[second]
         first, num_first, second, num_second = rows[gpus <= tables.num_gpus].T
         num_stages = num_first + num_second
-        run, inside = self._by_stage(first, num_first, second, num_stages)
+        run, inside = runs_by_stage(first, num_first, second, num_stages)
         comm = self._comm_s(run, num_stages)
         pace_by_stage = np.where(inside, 1 / self.ratio[run], 0.0)
         pace = pace_by_stage.sum(axis=1)
-        work_table = np.array([[tables.work_s([*a, *b]) for b in tables.runs] for a in tables.runs])
-        work = work_table[first, second]
+        work = tables.work_s[first, second]
         ideal = (work + (comm * pace_by_stage).sum(axis=1)) / pace
         ratio, other = self.ratio[first], self.ratio[second]
         return OutlineShapes(
@@ -180,20 +182,15 @@ class Bounds:
     def with_whole_layers(self, shapes: OutlineShapes) -> tuple[OutlineShapes, Bools]:
         """With bounds for whole layers, and whether memory allows any split."""
         num_stages = shapes.num_first + shapes.num_second
-        run, inside = self._by_stage(shapes.first, shapes.num_first, shapes.second, num_stages)
+        run, inside = runs_by_stage(shapes.first, shapes.num_first, shapes.second, num_stages)
         stages = Stages(num_stages, run[:, None], inside[:, None], np.zeros(len(run), dtype=bool))
-        work = Measure(self.layers.time_s, self._comm_s(run, num_stages), shapes.slowest_s)
+        work = StageLimit(self.layers.time_s, self._comm_s(run, num_stages), shapes.slowest_s)
         ends, held = balanced(self.layers, stages, work)
         slowest = (totals(work, stages, ends) + work.fixed).max(axis=1)
-        gradients = Measure(self.gradients, np.zeros(run.shape), shapes.share_bytes)
+        gradients = StageLimit(self.gradients, np.zeros(run.shape), shapes.share_bytes)
         ends, _ = balanced(self.layers, stages, gradients)
         share = totals(gradients, stages, ends).max(axis=1)
-        return shapes._replace(slowest_s=slowest * (1 - 1e-9), share_bytes=share * (1 - 1e-9)), held
-
-    def _by_stage(self, first: Ints, num_first: Ints, second: Ints, num_stages: Ints) -> tuple[Ints, Bools]:
-        """(shape, stage): the run, and whether there is such a stage."""
-        stage = np.arange(int(num_stages.max(initial=1)))
-        return np.where(stage < num_first[:, None], first[:, None], second[:, None]), stage < num_stages[:, None]
+        return shapes._replace(slowest_s=slowest * ROUNDED, share_bytes=share * ROUNDED), held
 
     def _comm_s(self, run: Ints, num_stages: Ints) -> Floats:
         """What each stage waits over the best links."""
@@ -205,10 +202,10 @@ class Bounds:
     def seconds(self, shapes: OutlineShapes, columns: Ints) -> Floats:
         """(outline, way to connect): no placement and no split is faster."""
         rings, inside = self._rings_s(shapes.share_bytes, columns), self.inside_s(shapes, columns)
-        if len(self.tables.rooms) == 1:
+        if len(self.tables.cluster_gpus) == 1:
             return np.stack([inside + rings.least_s, *np.full((3, len(columns)), np.inf)], axis=1)
         links = self.links
-        level = np.maximum(np.searchsorted(links.room, columns * shapes.gpus) - 1, 0)
+        level = np.maximum(np.searchsorted(links.connected_gpus, columns * shapes.gpus) - 1, 0)
         nearest, by_level = np.zeros_like(level), links.by_level(rings.table)
         near_way, far_way = (
             self.inside_s(
@@ -231,10 +228,10 @@ class Bounds:
 
     def _shares_one(self, shapes: OutlineShapes, columns: Ints) -> Bools:
         """Whether ways that share clusters may have whole columns in one cluster only."""
-        rooms = self.tables.rooms
-        small = np.where(rooms < shapes.gpus[:, None], rooms, 0).sum(axis=1)
-        few: Bools = columns * shapes.gpus <= rooms.max() + small
-        return few | (len(rooms) <= FEW)
+        gpus = self.tables.cluster_gpus
+        small = np.where(gpus < shapes.gpus[:, None], gpus, 0).sum(axis=1)
+        few: Bools = columns * shapes.gpus <= gpus.max() + small
+        return few | (len(gpus) <= FEW)
 
     def inside_s(
         self, shapes: OutlineShapes, columns: Ints, extra_s: Floats | float = 0.0, wait_s: Floats | float = 0.0
@@ -247,17 +244,17 @@ class Bounds:
         equal = (waits + shapes.num_first + shapes.num_second) * ideal
         return np.where(waits >= shapes.equal_from, np.maximum(total, equal), total)
 
-    def _rings_s(self, share_bytes: Floats, columns: Ints) -> _Rings:
+    def _rings_s(self, share_bytes: Floats, columns: Ints) -> _RingTimes:
         """Some stage holds at least its share of the gradients."""
         shares, which = np.unique(share_bytes, return_inverse=True)
         keys, inverse = np.unique(columns * len(shares) + which, return_inverse=True)
         replicas, part = np.divmod(keys, max(1, len(shares)))
         table = self.tables.rings_s(shares[part], replicas)
-        return _Rings(table, inverse)
+        return _RingTimes(table, inverse)
 
 
 @dataclass(frozen=True)
-class _Rings:
+class _RingTimes:
     """Gradient rings over each pair of clusters, for many outlines."""
 
     table: Floats
@@ -272,11 +269,17 @@ class _Rings:
         return least[self.inverse]
 
 
+def runs_by_stage(first: Ints, num_first: Ints, second: Ints, num_stages: Ints) -> tuple[Ints, Bools]:
+    """(outline, stage): the run, and whether there is such a stage."""
+    stage = np.arange(int(num_stages.max(initial=1)))
+    return np.where(stage < num_first[:, None], first[:, None], second[:, None]), stage < num_stages[:, None]
+
+
 def combined_comm_s(forward_s: Floats, backward_s: Floats, num_stages: Ints) -> Floats:
     """comm_i from A_i (what stage i sends on) and B_i (what it sends back), as in the judge; (case, stage)."""
     stage, last = np.arange(forward_s.shape[1]), num_stages[:, None] - 1
     comm = np.where(stage < last, forward_s, 0.0) + np.where(stage <= last, backward_s, 0.0)
-    comm[:, 0] = np.where(num_stages > 3, 2 * forward_s[:, 0], forward_s[:, 0])
+    comm[:, 0] = np.where(num_stages > SHORT_PIPELINE, 2 * forward_s[:, 0], forward_s[:, 0])
     rows = np.arange(len(comm))
     comm[rows, last[:, 0]] = 2 * np.where(num_stages > 1, backward_s[rows, last[:, 0]], 0.0)
     return comm

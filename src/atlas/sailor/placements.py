@@ -2,7 +2,7 @@
 
 Columns are pipelines (replica j of every stage). Columns are assigned to teams; a team is a chain of clusters that its
 columns fill stage after stage, so one team of two clusters is pipeline parallelism across them, two teams of one are
-data parallelism across them, and teams that overlap share what is left. Many outlines at once. Knows room and tp, no
+data parallelism across them, and teams that overlap share what is left. Many outlines at once. Knows GPUs and tp, no
 times.
 
 Within a team, cell i x columns + j is the replica of stage i in column j. Clusters of a chain hold runs of cells, so a
@@ -18,12 +18,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from atlas.sailor.outlines import FEW, ONE_WAY, OVERLAP, RINGS, TEAMS, Outlines
+from atlas.sailor.lower_bounds import FEW, ONE_WAY, OVERLAP, RINGS, TEAMS, Outlines
 from atlas.sailor.tables import Bools, Ints, SailorTables
 
 Row = tuple[tuple[int, int], ...]
 """One stage: (cluster, number of columns), in column order."""
-Teams = tuple[tuple[int, ...], ...]
+TeamStructure = tuple[tuple[int, ...], ...]
+"""The clusters of each team, in the order in which its columns fill them."""
 
 REFERENCE_BYTES = 1e8
 """Links are compared by a gradient ring of this size."""
@@ -31,9 +32,9 @@ NUM_EARLY = 5
 """Places at which a single chain of whole stages leaves its first cluster."""
 
 
-def team_structures(tables: SailorTables) -> list[Teams]:
+def team_structures(tables: SailorTables) -> list[TeamStructure]:
     """Ways to group clusters into teams, each team in order."""
-    found: dict[Teams, None] = {}
+    found: dict[TeamStructure, None] = {}
     for order in _orders(tables):
         for size in range(1, len(order) + 1):
             teams = tuple(tuple(order[i : i + size]) for i in range(0, len(order), size))
@@ -53,11 +54,13 @@ def _orders(tables: SailorTables) -> list[tuple[int, ...]]:
     ids = range(len(tables.clusters))
     if len(ids) <= FEW:
         return [order for k in range(1, len(ids) + 1) for order in permutations(ids, k)]
-    largest = sorted(ids, key=lambda c: -tables.rooms[c])
+    largest = sorted(ids, key=lambda c: -tables.cluster_gpus[c])
     chain, left = largest[:1], set(largest[1:])
     while left:
         here = chain[-1]
-        chain.append(min(sorted(left), key=lambda c: (tables.sync_s(here, c, REFERENCE_BYTES, 2), -tables.rooms[c])))
+        chain.append(
+            min(sorted(left), key=lambda c: (tables.sync_s(here, c, REFERENCE_BYTES, 2), -tables.cluster_gpus[c]))
+        )
         left.remove(chain[-1])
     *parts, whole = _paths(tables)
     beginnings = [
@@ -88,8 +91,8 @@ def _paths(tables: SailorTables) -> list[tuple[int, ...]]:
 
 
 @dataclass(frozen=True)
-class Slot:
-    """A cluster's part in a team, for many outlines."""
+class ClusterCells:
+    """The cells that a cluster holds in a team, for many outlines."""
 
     cluster: int
     team: int
@@ -101,43 +104,45 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Placed:
-    """One structure filled with many outlines."""
+class FilledStructure:
+    """A team structure filled with many outlines, one at a time."""
 
     index: Ints
     """Which of the outlines could be placed."""
     outlines: Outlines
-    slots: tuple[Slot, ...]
+    parts: tuple[ClusterCells, ...]
     used: tuple[tuple[int, Ints], ...]
     """(cluster, GPUs in use)."""
 
-    def take(self, which: Ints) -> Placed:
-        slots = tuple(Slot(s.cluster, s.team, s.columns[which], s.start[which], s.end[which]) for s in self.slots)
+    def take(self, which: Ints) -> FilledStructure:
+        parts = tuple(
+            ClusterCells(s.cluster, s.team, s.columns[which], s.start[which], s.end[which]) for s in self.parts
+        )
         used = tuple((cluster, gpus[which]) for cluster, gpus in self.used)
-        return Placed(self.index[which], self.outlines.take(which), slots, used)
+        return FilledStructure(self.index[which], self.outlines.take(which), parts, used)
 
     def rows(self, case: int) -> tuple[Row, ...]:
         """One of them, stage by stage."""
         found = []
         for stage in range(int(self.outlines.num_stages[case])):
             row: list[tuple[int, int]] = []
-            for slot in self.slots:
-                columns = int(slot.columns[case])
+            for part in self.parts:
+                columns = int(part.columns[case])
                 start, end = (
-                    max(int(slot.start[case]), stage * columns),
-                    min(int(slot.end[case]), (stage + 1) * columns),
+                    max(int(part.start[case]), stage * columns),
+                    min(int(part.end[case]), (stage + 1) * columns),
                 )
                 if end <= start:
                     continue
-                if row and row[-1][0] == slot.cluster:
-                    row[-1] = (slot.cluster, row[-1][1] + end - start)
+                if row and row[-1][0] == part.cluster:
+                    row[-1] = (part.cluster, row[-1][1] + end - start)
                 else:
-                    row.append((slot.cluster, end - start))
+                    row.append((part.cluster, end - start))
             found.append(tuple(row))
         return tuple(found)
 
 
-def fillings(teams: Teams) -> list[tuple[int | None, int]]:
+def fillings(teams: TeamStructure) -> list[tuple[int | None, int]]:
     """Ways to fill a structure, and how each of them connects clusters.
 
     None lets stages straddle clusters; a number keeps them whole. (A straddling fill that happens to straddle nothing
@@ -161,7 +166,9 @@ def _early_stages(early: int, num_stages: Ints) -> Ints:
     return np.where(known, 0, chosen)
 
 
-def deal(tables: SailorTables, outlines: Outlines, teams: Teams, early: int | None) -> Placed | None:
+def fill_structure(
+    tables: SailorTables, outlines: Outlines, teams: TeamStructure, early: int | None
+) -> FilledStructure | None:
     """The outlines in one structure, but for those that leave its last cluster or all but one team empty: smaller
     structures have them.
     """
@@ -169,13 +176,13 @@ def deal(tables: SailorTables, outlines: Outlines, teams: Teams, early: int | No
     tps = {kind: (tables.run_tp[outlines.first, kind], tables.run_tp[outlines.second, kind]) for kind in set(kinds)}
     sums = {kind: a * outlines.num_first + b * outlines.num_second for kind, (a, b) in tps.items()}
     least = np.minimum.reduce(list(sums.values()))
-    ok = least * outlines.columns <= tables.rooms[sorted({cluster for team in teams for cluster in team})].sum()
+    ok = least * outlines.columns <= tables.cluster_gpus[sorted({cluster for team in teams for cluster in team})].sum()
     if all(len(team) == 1 for team in teams[:-1]):
         held = [tables.usable[cluster].min() // sums[tables.type_of[cluster]] for (cluster,) in teams[:-1]]
         ok &= np.add.reduce(held, axis=0, initial=0) < outlines.columns  # else the last team gets nothing
     if len(teams) > 1 and len(teams[0]) > 2:
         # Teams as small as a column allows, or one larger: beyond that transfers and rings go across for nothing.
-        ok &= tables.rooms[list(teams[0][:-2])].sum() < least
+        ok &= tables.cluster_gpus[list(teams[0][:-2])].sum() < least
     stages = None if early is None else _early_stages(early, outlines.num_stages)
     if stages is not None:
         ok &= stages > 0
@@ -185,14 +192,14 @@ def deal(tables: SailorTables, outlines: Outlines, teams: Teams, early: int | No
     chosen = outlines.take(index)
     by_type = {kind: (a[index], b[index]) for kind, (a, b) in tps.items()}
     sums = {kind: gpus[index] for kind, gpus in sums.items()}
-    filling = _Filling(
+    filling = _ChainFilling(
         chosen,
         {c: by_type[tables.type_of[c]] for team in teams for c in team},
         None if stages is None else stages[index],
     )
-    free = {cluster: _room(tables.usable[cluster], chosen) for team in teams for cluster in team}
-    room = {cluster: free[cluster].all for cluster in free}
-    slots: list[Slot] = []
+    free = {cluster: _free_gpus(tables.usable[cluster], chosen) for team in teams for cluster in team}
+    before = {cluster: free[cluster].all for cluster in free}
+    parts: list[ClusterCells] = []
     left, busy = chosen.columns, np.zeros(len(index), dtype=np.int64)
     for number, team in enumerate(teams):
         columns = left
@@ -203,17 +210,17 @@ def deal(tables: SailorTables, outlines: Outlines, teams: Teams, early: int | No
         cells, rest, fits = filling.fill(team, columns, free, slice(None))
         start = np.zeros_like(columns)
         for cluster, num, still in zip(team, cells, rest, strict=True):
-            slots.append(Slot(cluster, number, columns, start, start + num))
+            parts.append(ClusterCells(cluster, number, columns, start, start + num))
             start, free[cluster] = start + num, still
         left, busy = left - columns, busy + (columns > 0)
-    done = np.flatnonzero(fits & (slots[-1].end > slots[-1].start) & (busy >= min(2, len(teams))))
+    done = np.flatnonzero(fits & (parts[-1].end > parts[-1].start) & (busy >= min(2, len(teams))))
     if not done.size:
         return None
-    used = tuple((cluster, room[cluster] - free[cluster].all) for cluster in sorted(free))
-    return Placed(index, chosen, tuple(slots), used).take(done)
+    used = tuple((cluster, before[cluster] - free[cluster].all) for cluster in sorted(free))
+    return FilledStructure(index, chosen, tuple(parts), used).take(done)
 
 
-class _Room(NamedTuple):
+class _FreeGpus(NamedTuple):
     """GPUs that are left in a cluster, for many outlines."""
 
     all: Ints
@@ -222,19 +229,19 @@ class _Room(NamedTuple):
     """Of these, in places for the larger tp. What is left over of a node may hold the smaller one only."""
 
 
-def _room(usable: Ints, outlines: Outlines) -> _Room:
+def _free_gpus(usable: Ints, outlines: Outlines) -> _FreeGpus:
     first, second = usable[outlines.first], usable[outlines.second]
-    return _Room(np.maximum(first, second), np.minimum(first, second))
+    return _FreeGpus(np.maximum(first, second), np.minimum(first, second))
 
 
-class _Filling:
+class _ChainFilling:
     """How cells go into a chain of clusters: tp by cluster for the first and the second run."""
 
     def __init__(self, outlines: Outlines, tps: Mapping[int, tuple[Ints, Ints]], early: Ints | None) -> None:
         self.outlines, self.tps, self.early = outlines, tps, early
 
-    def columns(self, team: tuple[int, ...], most: Ints, free: dict[int, _Room]) -> Ints:
-        """As many columns as the team has room for: fewer never need more."""
+    def columns(self, team: tuple[int, ...], most: Ints, free: dict[int, _FreeGpus]) -> Ints:
+        """As many columns as the team has GPUs for: fewer never need more."""
         fits = self.fill(team, most, free, slice(None))[2]
         least, most = np.where(fits, most, 0), most
         while (open_ := np.flatnonzero(most - least > 1)).size:
@@ -246,37 +253,37 @@ class _Filling:
         return least
 
     def fill(
-        self, team: tuple[int, ...], columns: Ints, free: dict[int, _Room], which: Ints | slice
-    ) -> tuple[list[Ints], list[_Room], Bools]:
+        self, team: tuple[int, ...], columns: Ints, free: dict[int, _FreeGpus], which: Ints | slice
+    ) -> tuple[list[Ints], list[_FreeGpus], Bools]:
         """Stage after stage along the chain: cells and what is left by cluster, and whether all found a place."""
         first, second = self.outlines.num_first[which] * columns, self.outlines.num_second[which] * columns
         unit = np.maximum(columns, 1) if self.early is not None else np.ones_like(columns)
         limit = None if self.early is None else self.early[which] * columns
         cells, rest = [], []
         for cluster in team:
-            room, (a, b) = free[cluster], self.tps[cluster]
-            room, a, b = _Room(room.all[which], room.large[which]), a[which], b[which]
-            of_first = np.minimum(first, _places(room, a, a >= b) // unit * unit)
+            left, (a, b) = free[cluster], self.tps[cluster]
+            left, a, b = _FreeGpus(left.all[which], left.large[which]), a[which], b[which]
+            of_first = np.minimum(first, _groups(left, a, a >= b) // unit * unit)
             if limit is not None:
                 of_first = np.minimum(of_first, limit)
-            first, room = first - of_first, _without(room, of_first * a, a >= b)
-            of_second = np.minimum(second, _places(room, b, b >= a) // unit * unit)
+            first, left = first - of_first, _without(left, of_first * a, a >= b)
+            of_second = np.minimum(second, _groups(left, b, b >= a) // unit * unit)
             of_second = np.where(first == 0, of_second, 0)
             if limit is not None:
                 of_second, limit = np.minimum(of_second, limit - of_first), None
-            second, room = second - of_second, _without(room, of_second * b, b >= a)
+            second, left = second - of_second, _without(left, of_second * b, b >= a)
             cells.append(of_first + of_second)
-            rest.append(room)
+            rest.append(left)
         return cells, rest, (first == 0) & (second == 0)
 
 
-def _places(room: _Room, tp: Ints, is_large: Bools) -> Ints:
-    """Groups of a tp that find room."""
-    return np.where(is_large, np.minimum(room.all, room.large), room.all) // tp
+def _groups(left: _FreeGpus, tp: Ints, is_large: Bools) -> Ints:
+    """Tensor-parallel groups of this size for which there are GPUs."""
+    return np.where(is_large, np.minimum(left.all, left.large), left.all) // tp
 
 
-def _without(room: _Room, gpus: Ints, is_large: Bools) -> _Room:
-    return _Room(room.all - gpus, room.large - np.where(is_large, gpus, 0))
+def _without(left: _FreeGpus, gpus: Ints, is_large: Bools) -> _FreeGpus:
+    return _FreeGpus(left.all - gpus, left.large - np.where(is_large, gpus, 0))
 
 
 def neighbours(row: Row) -> set[tuple[int, int]]:

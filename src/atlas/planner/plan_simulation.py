@@ -1,4 +1,5 @@
-"""A whole plan, simulated in full: every group of pipelines under one schedule, then the reduction between groups.
+"""A plan simulated in full: every group of pipelines under one schedule, then the sum between groups; and the figures
+of a plan for a job that is placed and simulated already.
 
 Both the figure in a Plan file and those of `atlas simulate PLAN` come from here. It does not search plans; the
 schedule may be a searched one.
@@ -11,22 +12,23 @@ from typing import Any
 
 import numpy as np
 
-from atlas.cost.cluster_arrays import ClusterArrays, Floats
+from atlas.cost.cluster_arrays import ClusterArrays, Floats, cluster_arrays
 from atlas.cost.price import Tcp
 from atlas.cost.table import Costs
 from atlas.errors import SpecError
 from atlas.evaluate import Case, Result, evaluate, find_schedule, prepare
 from atlas.ir.program import Kind
 from atlas.ir.timeline import Timeline
-from atlas.planner.candidate import Candidate
-from atlas.planner.judge import SimulatedGroup
-from atlas.planner.meet import meeting_s, started_s
+from atlas.planner.candidate import Candidate, Group
+from atlas.planner.group_sums import group_sum_s, started_s
+from atlas.planner.judge import SimulatedCandidate, SimulatedGroup, figures_of
+from atlas.planner.space import space_of
 from atlas.spec import Job
 
 
 @dataclass(frozen=True, eq=False)
-class Whole:
-    """All groups together."""
+class PlanSimulation:
+    """All groups of a plan, simulated together."""
 
     iteration_s: float
     results: tuple[Result, ...]
@@ -38,7 +40,7 @@ class Whole:
     @property
     def sharing(self) -> bool:
         """Whether any group's pipelines may take turns."""
-        return any(result.case.turns is not None for result in self.results)
+        return any(result.case.price_turns is not None for result in self.results)
 
     @property
     def meta(self) -> dict[str, Any]:
@@ -52,7 +54,7 @@ class Whole:
         return {**self.meta, **{key: tightest[key] for key in ("fits", "peak_gib", "memory_gib")}}
 
 
-def simulate_whole(
+def simulate_plan(
     job: Job,
     cluster: ClusterArrays,
     candidate: Candidate,
@@ -61,7 +63,7 @@ def simulate_whole(
     sharing: bool = True,
     as_stated: bool = False,
     **options: Any,
-) -> Whole:
+) -> PlanSimulation:
     """The candidate under a schedule; InfeasibleError where it is too long to be simulated in full. `as_stated`: it is
     the job itself, and the schedule may choose the stages of a worker where the job leaves them open. `options` are
     those of `evaluate`."""
@@ -74,11 +76,12 @@ def simulate_whole(
             remedy="Choose a schedule that does not interleave",
         )
     stated = {key: getattr(job, key) for key in ("interleave", "layers_per_stage")} if as_stated else {}
+    chosen = find_schedule(schedule)
     results: list[Result] = []
     known: dict[tuple[Any, ...], Result] = {}
     for k in range(len(candidate.groups)):
         one = candidate.job(job, k).model_copy(update=stated)
-        key = _priced(prepare(one, find_schedule(schedule), candidate.tcp, sharing=sharing))
+        key = _priced(prepare(one, chosen, candidate.tcp, sharing=sharing and chosen.shares))
         if key not in known:  # equal groups are simulated once
             known[key] = evaluate(one, schedule, tcp=candidate.tcp, sharing=sharing, **options)
         results.append(known[key])
@@ -86,17 +89,19 @@ def simulate_whole(
 
 
 def slowest_group(
-    wholes: list[Whole],
+    wholes: list[PlanSimulation],
     cluster: ClusterArrays,
     candidate: Candidate,
     job: Job,
     schedule: str,
     *,
     tcp: Tcp,
+    known: object = None,
     **options: Any,
 ) -> Result:
-    """Simulate all groups, append them to `wholes`, and return the slowest one. Its timelines have the time of all."""
-    whole = simulate_whole(job, cluster, replace(candidate, tcp=tcp), schedule, **options)
+    """Simulate all groups, append them to `wholes`, and return the slowest one. Its timelines have the time of all.
+    `known`, the prepared cases of one job, is of no use here."""
+    whole = simulate_plan(job, cluster, replace(candidate, tcp=tcp), schedule, **options)
     wholes.append(whole)
     found = whole.results[whole.slowest]
     for timeline in (found.timeline, found.single):
@@ -106,9 +111,9 @@ def slowest_group(
 
 def _priced(case: Case) -> tuple[Any, ...]:
     """All that a simulation depends on; the names of datacenters and links are left out."""
-    frame = case.layout
-    crosses = tuple(a != b for a, b in zip(frame.rank_dc[:-1], frame.rank_dc[1:], strict=True))
-    shape = (frame.num_pipelines, frame.num_stages, frame.num_microbatches, frame.stage_rank, crosses)
+    layout = case.layout
+    crosses = tuple(a != b for a, b in zip(layout.rank_dc[:-1], layout.rank_dc[1:], strict=True))
+    shape = (layout.num_pipelines, layout.num_stages, layout.num_microbatches, layout.stage_rank, crosses)
     return (shape, _prices(case.apart), case.turns and _prices(case.turns), case.memory, case.job.recompute)
 
 
@@ -119,14 +124,14 @@ def _prices(costs: Costs) -> tuple[Any, ...]:
     return (links, *(value.tobytes() if isinstance(value, np.ndarray) else value for value in rest))
 
 
-def _together(cluster: ClusterArrays, candidate: Candidate, results: tuple[Result, ...]) -> Whole:
+def _together(cluster: ClusterArrays, candidate: Candidate, results: tuple[Result, ...]) -> PlanSimulation:
     """The iteration of all groups, and which of them is last: as `judge` has it, with each group's own order."""
     groups = tuple(_simulated(result) for result in results)
-    between = meeting_s(cluster, groups[0].arrangement.model.gradient_bytes, candidate)
+    between = group_sum_s(cluster, groups[0].arrangement.model.gradient_bytes, candidate)
     assert between is not None, "the search let it pass"
     starts = started_s(candidate, [group.done_s for group in groups])
     total = [float((s + g.closing_s.sum(axis=0) + b).max()) for s, g, b in zip(starts, groups, between, strict=True)]
-    return Whole(max(total), results, groups, int(np.argmax([group.done_s.max() for group in groups])))
+    return PlanSimulation(max(total), results, groups, int(np.argmax([group.done_s.max() for group in groups])))
 
 
 def _simulated(result: Result) -> SimulatedGroup:
@@ -155,3 +160,25 @@ def done_s(timeline: Timeline) -> Floats:
     done = np.zeros(program.num_ranks, np.int64)
     np.maximum.at(done, program.op_worker[work] % program.num_ranks, timeline.op_end_ns[work])
     return done / 1e9
+
+
+def judged_result(result: Result, cluster: ClusterArrays | None = None) -> SimulatedCandidate:
+    """A simulated job as a candidate, with the figures of a plan: dollars, and traffic between datacenters."""
+    case, row = result.case, result.row()
+    job = case.job
+    cluster = cluster_arrays(job) if cluster is None else cluster
+    group = Group.arranged(job, case.arrangement)
+    candidate = Candidate(job.tp, job.microbatch, (group,), result.single.program.sharing)
+    space = space_of(job, global_batch=group.replicas * job.num_microbatches * job.microbatch)
+    path = row["critical_path_s"]
+    parts_s = {part: path[part] for part in ("compute", "sync", "wait")}
+    parts_s["wan"] = path["wire"] + path["latency"] + path["queue"]
+    figures = figures_of(
+        space,
+        cluster,
+        candidate,
+        case.arrangement.model.gradient_bytes,
+        parts_s=parts_s,
+        **{key: row[key] for key in ("iteration_s", "peak_gib", "memory_gib")},
+    )
+    return SimulatedCandidate(candidate, figures)

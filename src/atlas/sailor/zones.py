@@ -9,24 +9,25 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import islice, permutations, product
 
-from atlas.sailor.candidates import PlacedOutline
+from atlas.sailor.candidates import SailorCandidate
 from atlas.sailor.check import fits_nodes
 from atlas.sailor.inputs import Inputs, Pool
 from atlas.sailor.plan_file import Replica, SailorPlan
 from atlas.sailor.tables import ZoneCluster
 
-MAX_ORDERS = 24
+MAX_ORDERS, MAX_FILLINGS = 24, 96
+"""Orders of a cluster's zones, and combinations of all clusters' fillings, that are tried at most."""
 Cell = tuple[int, int, int]
 """(stage, column, tp)."""
 
 
-def plans(inputs: Inputs, clusters: Sequence[ZoneCluster], candidate: PlacedOutline) -> Iterator[SailorPlan]:
+def plans(inputs: Inputs, clusters: Sequence[ZoneCluster], candidate: SailorCandidate) -> Iterator[SailorPlan]:
     """The candidate on zones, in several orders of zones; nothing where node borders forbid it."""
     cells = _cells(clusters, candidate)
     choices = [list(_fillings(inputs, clusters[c], found)) for c, found in cells.items()]
     starts = (0, *candidate.ends[:-1])
     layers = tuple(tuple(range(a, b)) for a, b in zip(starts, candidate.ends, strict=True))
-    for chosen in islice(product(*choices), 4 * MAX_ORDERS):
+    for chosen in islice(product(*choices), MAX_FILLINGS):
         grid: dict[tuple[int, int], Replica] = {}
         for filling in chosen:
             grid.update(filling)
@@ -35,7 +36,7 @@ def plans(inputs: Inputs, clusters: Sequence[ZoneCluster], candidate: PlacedOutl
         yield SailorPlan(candidate.outline.mbs, layers, replicas)
 
 
-def _cells(clusters: Sequence[ZoneCluster], candidate: PlacedOutline) -> dict[int, list[Cell]]:
+def _cells(clusters: Sequence[ZoneCluster], candidate: SailorCandidate) -> dict[int, list[Cell]]:
     cells: dict[int, list[Cell]] = {}
     for stage, row in enumerate(candidate.rows):
         column = 0

@@ -1,7 +1,7 @@
 """The policy of the paper, for comparison: a prefill is placed as a whole in the first bubbles that are long enough,
 one bubble on each worker of a lane, or it is rejected. Remaining time of a used bubble can be used again.
 
-(The other comparison, accelerators that only prefill, is `scene.dedicated` with BubbleTea's admission.)
+(The other comparison, accelerators that only prefill, is `simulated_cluster.dedicated` with BubbleTea's admission.)
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from atlas.ir.program import Ints
 from atlas.jit import kept
 from bubbletea.admit.fit import NEVER, WorkerArrays, layer_ns, sent_ns
 from bubbletea.admit.records import AdmissionRefusal, Placement, PrefillRequest, PrefillSlice
-from bubbletea.admit.state import State
+from bubbletea.admit.state import AdmissionState
 
 TURNS = 8
 """Periods ahead that are considered."""
 
 
-class Paper:
+class PaperPolicy:
     """Whole prefill in one bubble, first fit. Its lanes are all of one size."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: AdmissionState) -> None:
         self.state = state
         self._used = np.zeros((TURNS, len(state.arrays.start_ns)), np.int64)
         """By period (a ring buffer) and window: the end of the used part."""

@@ -1,5 +1,5 @@
-"""Tens of thousands of candidates: every tp, microbatch size, depth, number of replicas, shape and cell, estimated in
-batches, the promising ones kept.
+"""Tens of thousands of candidates of one group: every tp, microbatch size, depth, number of replicas, shape and cell,
+estimated in batches, the promising ones kept. `regions` has the candidates of several groups.
 
 For each number of microbatches, only the smallest number of replicas is tried: more replicas would leave slots empty.
 Uses estimates only; the event simulator decides (`strategies`).
@@ -8,7 +8,7 @@ Uses estimates only; the event simulator decides (`strategies`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +16,12 @@ import numpy as np
 
 from atlas.cost.cluster_arrays import ClusterArrays, Flags, Floats, Ints
 from atlas.cost.model_arrays import FORWARD, ModelArrays, model_arrays
-from atlas.planner.candidate import Candidate, Group, kind_of
-from atlas.planner.estimate import Batch, Estimate, estimate
-from atlas.planner.nested import nested_best, workers_used
+from atlas.evaluate import Progress
+from atlas.planner.candidate import Candidate, Group
+from atlas.planner.estimate import Estimate, PipelineBatch, estimate
 from atlas.planner.objective import Objective
-from atlas.planner.shapes import FEW_DCS, Shape, Shapes
+from atlas.planner.pruning import undominated, workers_used
+from atlas.planner.shapes import FEW_DCS, PipelineShape, Shapes
 from atlas.planner.space import Space
 from atlas.planner.split import max_layers
 
@@ -37,10 +38,8 @@ FAR = 2.0
 WORSE = 1.1
 """If a larger microbatch has a floor higher by this factor, larger ones are not tried."""
 
-Tick = Callable[[str, int, int], None]
-"""Called with (what is being done, number done, number in all; 0 if unknown)."""
-Variant = tuple[Shape, int, int]
-"""Shape, replicas, pipelines per cell."""
+Variant = tuple[PipelineShape, int, int]
+"""(shape, replicas, pipelines per cell): all of a group but its layers and microbatches."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +55,8 @@ class EstimatedCandidate:
 
 
 @dataclass(frozen=True, eq=False)
-class Frame:
-    """One tp and microbatch size, with what both imply."""
+class WorkerSetup:
+    """One tp and microbatch size: GPUs of a worker and what it computes at once, with what both imply."""
 
     tp: int
     microbatch: int
@@ -67,7 +66,7 @@ class Frame:
     shapes: Shapes
 
 
-def frames(space: Space, cluster: ClusterArrays) -> Iterator[Frame]:
+def worker_setups(space: Space, cluster: ClusterArrays) -> Iterator[WorkerSetup]:
     """Every tp and microbatch size; shapes are shared where the same datacenters take part."""
     for tp in space.tps:
         workers = cluster.workers(tp)
@@ -80,22 +79,22 @@ def frames(space: Space, cluster: ClusterArrays) -> Iterator[Frame]:
                 transfer_s = 8.0 * model.job.activation_bytes / np.where(cluster.joined, cluster.pair_bps, 1.0)
                 layer_s = np.where(usable, model.layers_s[FORWARD].mean(axis=1), np.inf)
                 known[key] = Shapes(cluster, workers, layer_s, transfer_s, space.datacenters)
-            yield Frame(tp, microbatch, model, usable, known[key])
+            yield WorkerSetup(tp, microbatch, model, usable, known[key])
 
 
-def depths(space: Space, cluster: ClusterArrays, frame: Frame) -> list[int]:
+def depths(space: Space, cluster: ClusterArrays, setup: WorkerSetup) -> list[int]:
     """The depths at which the model could fit at all: every stage on the GPU with most memory."""
-    if not frame.usable.any():
+    if not setup.usable.any():
         return []
-    usable = np.flatnonzero(frame.usable)
+    usable = np.flatnonzero(setup.usable)
     largest = int(usable[np.argmax(cluster.cap_bytes[usable])])
-    workers = int(frame.shapes.workers[usable].sum())
+    workers = int(setup.shapes.workers[usable].sum())
     every = np.array([depth for depth in space.depths if depth <= workers], np.int64)
     found: list[int] = []
     # All stages between the first and the last are alike, so three stages stand for any depth but one.
     for depth, columns in ((every[every == 1], 1), (every[every > 1], 3)):
         shards = np.maximum(1, workers // depth)[:, None] if space.job.zero else 1
-        most = max_layers(cluster, frame.model, np.full((len(depth), columns), largest), shards)
+        most = max_layers(cluster, setup.model, np.full((len(depth), columns), largest), shards)
         count = np.ones_like(most)
         count[:, 1:-1] = depth[:, None] - 2
         holds_one = ((most >= 1) | (count == 0)).all(axis=1)
@@ -103,46 +102,46 @@ def depths(space: Space, cluster: ClusterArrays, frame: Frame) -> list[int]:
     return found
 
 
-def useful_replicas(slots: int, most: int) -> list[int]:
-    """The least number of replicas for every number of microbatches per replica."""
-    root = math.isqrt(slots)
-    found = {-(-slots // num_mb) for num_mb in range(1, root + 1)} | set(range(1, root + 2))
-    exact = {r for r in found if r <= min(most, slots) and (r == 1 or -(-slots // r) < -(-slots // (r - 1)))}
+def useful_replicas(total: int, most: int) -> list[int]:
+    """The least number of replicas for every number of microbatches per replica. `total`: microbatches of them all."""
+    root = math.isqrt(total)
+    found = {-(-total // num_mb) for num_mb in range(1, root + 1)} | set(range(1, root + 2))
+    exact = {r for r in found if r <= min(most, total) and (r == 1 or -(-total // r) < -(-total // (r - 1)))}
     return sorted(exact)
 
 
 def single_groups(
-    space: Space, cluster: ClusterArrays, objective: Objective, tick: Tick | None = None
-) -> tuple[list[EstimatedCandidate], int, list[Frame]]:
-    """The best of every batch, best first; how many were estimated; the frames whose microbatch size may be the best:
-    all of them where no candidate of one group is wanted.
+    space: Space, cluster: ClusterArrays, objective: Objective, progress: Progress | None = None
+) -> tuple[list[EstimatedCandidate], int, list[WorkerSetup]]:
+    """The best of every batch, best first; how many were estimated; the worker setups whose microbatch size may be the
+    best: all of them where no candidate of one group is wanted.
 
     Larger microbatches are tried as long as they do not make things worse: the time of a layer per sequence falls or
     stays, bubbles and memory grow, so there is one best size.
     """
     entries: list[EstimatedCandidate] = []
     count = 0
-    worth: list[Frame] = []
+    worth: list[WorkerSetup] = []
     best: dict[tuple[int, str], float] = {}
     ended: set[int] = set()
-    for k, frame in enumerate(frames(space, cluster)):
-        if tick is not None:
-            tick("estimating", k, len(space.tps) * len(space.microbatches))
-        if frame.tp in ended:
+    for k, setup in enumerate(worker_setups(space, cluster)):
+        if progress is not None:
+            progress("estimating", k, len(space.tps) * len(space.microbatches))
+        if setup.tp in ended:
             continue
         found: list[EstimatedCandidate] = []
-        for depth in depths(space, cluster, frame) if space.kind != "data" else ():
-            batch = variants(space, frame, depth)
+        for depth in depths(space, cluster, setup) if space.kind != "data" else ():
+            batch = variants(space, setup, depth)
             if batch is not None:
-                values = estimate(space, cluster, frame.model, batch)
+                values = estimate(space, cluster, setup.model, batch)
                 found += kept(space, cluster, objective, batch, values)
                 count += len(batch.shape)
-        if not frame.usable.any():
+        if not setup.usable.any():
             continue
-        if not _is_better(found, frame.tp, best):
-            ended.add(frame.tp)
+        if not _is_better(found, setup.tp, best):
+            ended.add(setup.tp)
         entries += found
-        worth.append(frame)
+        worth.append(setup)
     return sorted(entries, key=lambda entry: entry.score), count, worth
 
 
@@ -150,7 +149,7 @@ def _is_better(found: list[EstimatedCandidate], tp: int, best: dict[tuple[int, s
     """Whether a microbatch size is about as good as smaller ones for any kind of plan; updates `best`."""
     scores: dict[str, float] = {}
     for entry in found:
-        kind = kind_of(entry.candidate)
+        kind = entry.candidate.kind
         scores[kind] = min(entry.floor, scores.get(kind, np.inf))
     better = not any(known == tp for known, _ in best)
     for kind, score in scores.items():
@@ -160,15 +159,15 @@ def _is_better(found: list[EstimatedCandidate], tp: int, best: dict[tuple[int, s
     return better
 
 
-def variants(space: Space, frame: Frame, depth: int) -> Batch | None:
-    """All (shape, replicas, cell) of one depth, of the kinds that are wanted."""
-    index: dict[Shape, int] = {}
+def variants(space: Space, setup: WorkerSetup, depth: int) -> PipelineBatch | None:
+    """All variants of one depth, of the kinds that are wanted."""
+    index: dict[PipelineShape, int] = {}
     numbered: dict[int, tuple[Ints, Ints]] = {}
     columns: list[Ints] = []
-    most = int(frame.shapes.workers.sum()) // depth
-    for replicas in useful_replicas(space.slots(frame.microbatch), most):
+    most = int(setup.shapes.workers.sum()) // depth
+    for replicas in useful_replicas(space.total_microbatches(setup.microbatch), most):
         cells = np.array(cell_sizes(space, replicas), np.int64)
-        shapes = frame.shapes.of(depth, replicas)
+        shapes = setup.shapes.of(depth, replicas)
         if id(shapes) not in numbered:
             wanted = [shape for shape in shapes if space.is_kind("one" if len(shape) == 1 else "pipeline")]
             at = np.array([index.setdefault(shape, len(index)) for shape in wanted], np.int64)
@@ -181,7 +180,14 @@ def variants(space: Space, frame: Frame, depth: int) -> Batch | None:
     table = np.concatenate(columns, axis=1) if columns else np.empty((3, 0), np.int64)
     if not table.size:
         return None
-    return Batch(frame.tp, frame.microbatch, depth, list(index), *table)
+    return PipelineBatch(setup.tp, setup.microbatch, depth, list(index), *table)
+
+
+def batch_of_variants(setup: WorkerSetup, depth: int, every: Sequence[Variant]) -> PipelineBatch:
+    """These variants, in this order."""
+    number = {shape: k for k, shape in enumerate(dict.fromkeys(shape for shape, _, _ in every))}
+    rows = np.array([(number[shape], replicas, cell) for shape, replicas, cell in every], np.int64)
+    return PipelineBatch(setup.tp, setup.microbatch, depth, list(number), *rows.T)
 
 
 def cell_sizes(space: Space, replicas: int) -> list[int]:
@@ -193,7 +199,7 @@ def cell_sizes(space: Space, replicas: int) -> list[int]:
 
 
 def kept(
-    space: Space, cluster: ClusterArrays, objective: Objective, batch: Batch, found: Estimate
+    space: Space, cluster: ClusterArrays, objective: Objective, batch: PipelineBatch, found: Estimate
 ) -> list[EstimatedCandidate]:
     """The best variants of a batch that fit, in one region and across regions: by estimate and by floor."""
     is_alone = np.array([len(shape) == 1 for shape in batch.shapes])[batch.shape]
@@ -208,11 +214,11 @@ def kept(
     chosen: dict[int, None] = {}
     for kind in (is_alone, ~is_alone):
         of_kind = np.where(kind, score, np.inf)
-        best = nested_best(of_kind, used, BY_ESTIMATE, WIDER * BY_ESTIMATE)
+        best = undominated(of_kind, used, BY_ESTIMATE, WIDER * BY_ESTIMATE)
         near = np.union1d(best, np.flatnonzero(of_kind <= FAR * of_kind.min(initial=np.inf)))
         near = near[np.isfinite(of_kind[near])]
         floor[near] = floors(space, objective, found, near)
-        lowest = nested_best(np.where(kind, floor, np.inf), used, BY_FLOOR, WIDER * BY_FLOOR)
+        lowest = undominated(np.where(kind, floor, np.inf), used, BY_FLOOR, WIDER * BY_FLOOR)
         chosen |= dict.fromkeys([*best.tolist(), *lowest.tolist()])
     return [
         entry_of(space, cluster, batch, found, v, float(score[v]), float(floor[v]))
@@ -242,7 +248,7 @@ def group_of(cluster: ClusterArrays, variant: Variant, layers: tuple[int, ...], 
 
 
 def entry_of(
-    space: Space, cluster: ClusterArrays, batch: Batch, found: Estimate, v: int, score: float, floor: float
+    space: Space, cluster: ClusterArrays, batch: PipelineBatch, found: Estimate, v: int, score: float, floor: float
 ) -> EstimatedCandidate:
     shape, cell = batch.shapes[int(batch.shape[v])], int(batch.cell[v])
     group = group_of(cluster, (shape, int(batch.replicas[v]), cell), found.layers_of(v), int(found.num_microbatches[v]))
