@@ -23,11 +23,7 @@ import numpy as np
 import yaml
 from common.report import Report, not_measured
 
-from atlas.cost.cluster_arrays import cluster_arrays
-from atlas.evaluate import evaluate
-from atlas.planner.files import candidate_of
-from atlas.planner.plan_simulation import simulate_plan
-from atlas.spec.plan import load_job_or_plan
+from atlas import api
 
 DATA = Path(__file__).parents[2] / "shared" / "data" / "sailor"
 ZONE = "us-central1-a"
@@ -238,13 +234,11 @@ def plan(run: Run, job: dict[str, Any], placements: Counter[tuple[str, ...]]) ->
 
 
 def simulate(path: Path) -> tuple[float, float]:
-    """(seconds, peak bytes of a GPU), from `atlas simulate FILE --schedule 1f1b`."""
-    job, plan = load_job_or_plan(path)
-    if plan is None:
-        row = evaluate(job, "1f1b").row()
-        return float(row["iteration_s"]), float(row["peak_gib"]) * 2**30
-    whole = simulate_plan(job, cluster_arrays(job), candidate_of(plan), "1f1b", sharing=False)
-    return whole.iteration_s, max(float(result.row()["peak_gib"]) for result in whole.results) * 2**30
+    """(seconds, peak bytes of the fullest GPU), from `atlas simulate FILE --schedule 1f1b`."""
+    found = api.simulate(path, "1f1b")
+    (row,) = found.table()
+    groups = found.wholes[0].results if found.wholes else found.results
+    return row.get("all_groups_s", row["iteration_s"]), max(one.row()["peak_gib"] for one in groups) * 2**30
 
 
 def main() -> int:

@@ -11,7 +11,7 @@ import html
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from atlas.cost.cluster_arrays import cluster_arrays
@@ -29,7 +29,7 @@ from atlas.planner.families import Families, find_families
 from atlas.planner.files import candidate_of, plan_of
 from atlas.planner.judge import SimulatedCandidate, as_dict
 from atlas.planner.objective import objective_of
-from atlas.planner.plan_simulation import PlanSimulation, simulate_plan
+from atlas.planner.plan_simulation import PlanSimulation, slowest_group
 from atlas.planner.run import SearchResult, make_plan
 from atlas.planner.space import batch_of
 from atlas.planner.verdict import family_rows, headline, origins, page_scene
@@ -40,6 +40,7 @@ from atlas.view.chart import curves_svg
 from atlas.view.map import plan_page
 from atlas.view.page import page_html
 from atlas.view.svg import Figure
+from atlas.view.table import groups_note, whole_s
 
 if TYPE_CHECKING:
     from atlas.launch.rehearse import Rehearsal
@@ -68,20 +69,24 @@ class Simulation:
     """One for each schedule, in the order asked for."""
     skipped: dict[str, str]
     """The reason for each schedule that was not asked for by name and cannot run this job."""
-    whole: PlanSimulation | None = None
-    """For a plan with several groups of pipelines: the simulation of all of them. `results` has the slowest group."""
+    wholes: tuple[PlanSimulation, ...] = ()
+    """For a plan with several groups of pipelines: the simulation of all groups, for each of `results`, which has the
+    slowest group alone."""
 
     def table(self) -> list[dict[str, Any]]:
-        """One dict for each schedule: iteration time, speedup, lower bound, utilization, memory and more."""
+        """One dict for each schedule: iteration time, speedup, lower bound, utilization, memory and more. With several
+        groups, `all_groups_s` is the iteration time of the plan, and `iteration_s` that of the slowest group alone."""
         found = rows(self.results)
-        if self.whole is not None:
-            found[0]["all_groups_s"] = self.whole.iteration_s
+        slowest_s = max((whole.iteration_s for whole in self.wholes), default=0.0)
+        for row, whole in zip(found, self.wholes, strict=False):
+            row |= {**whole.row(), "speedup": slowest_s / whole.iteration_s if whole.iteration_s else None}
         return found
 
     @property
     def best(self) -> Result:
         """The fastest result that fits in memory; its `timeline` has every op."""
-        return min(self.results, key=lambda result: (not result.row()["fits"], result.row()["iteration_s"]))
+        keys = [(not row["fits"], whole_s(row)) for row in self.table()]
+        return self.results[keys.index(min(keys))]
 
     @property
     def drawn(self) -> list[Result]:
@@ -89,19 +94,22 @@ class Simulation:
         return [result for result in self.results if result.tcp == "many"] or list(self.results)
 
     def figure(self) -> Figure:
-        return Figure(*self._timelines, title=self._title)
+        return Figure(*self._timelines, title=self.title)
 
     def page(self) -> str:
         """The timelines as one HTML page to zoom and search in."""
-        return page_html(self._timelines, title=self._title)
+        notes = groups_note(self.table()) if self.wholes else ()
+        return page_html(self._timelines, title=self.title, notes=notes)
 
     @property
     def _timelines(self) -> list[Timeline]:
         return [result.timeline for result in self.drawn]
 
     @property
-    def _title(self) -> str:
-        return self.results[0].case.job.name
+    def title(self) -> str:
+        """The title of a page and of a figure: of which group they are, where there are several."""
+        name = self.results[0].case.job.name
+        return f"{name}: the slowest of {len(self.wholes[0].results)} groups of pipelines" if self.wholes else name
 
     def _repr_html_(self) -> str:
         return self.figure()._repr_html_()
@@ -144,14 +152,13 @@ def simulate(
     else:
         choices, sharing = choices_of(names, tcp), True
     search: dict[str, Any] = {"sharing": sharing, "budget": tries, "seed": seed, "progress": progress}
+    wholes: list[PlanSimulation] = []
+    if plan is not None and len(plan.groups) > 1:
+        search["run"] = partial(slowest_group, wholes, cluster_arrays(job), candidate_of(plan))
     results, skipped = evaluate_all(
         job, choices, skip=names is None, iterations=iterations, jitter_runs=jitter_runs, **search
     )
-    whole = None
-    if as_planned is not None and len(as_planned.groups) > 1:
-        candidate = candidate_of(as_planned)
-        whole = simulate_plan(job, cluster_arrays(job), candidate, as_planned.schedule.name, **search)
-    return Simulation(tuple(results), skipped, whole)
+    return Simulation(tuple(results), skipped, tuple(wholes))
 
 
 # ---- plan --------------------------------------------------------------------------------------------------

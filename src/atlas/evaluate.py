@@ -330,11 +330,16 @@ def choices_of(names: Sequence[str] | None, tcp: Tcp | None) -> list[tuple[str, 
 
 
 def evaluate_all(
-    job: Job, choices: Iterable[Choice], *, skip: bool = True, **options: Any
+    job: Job,
+    choices: Iterable[Choice],
+    *,
+    skip: bool = True,
+    run: Callable[..., Result] = evaluate,
+    **options: Any,
 ) -> tuple[list[Result], dict[str, str]]:
     """The results, and by schedule why it was left out. Without `skip` what cannot be scheduled is an error.
 
-    A job that no schedule could run is an error in any case.
+    A job that no schedule could run is an error in any case. `run` simulates one choice.
     """
     results: list[Result] = []
     left_out: dict[str, str] = {}
@@ -343,7 +348,7 @@ def evaluate_all(
         if (progress := options.get("progress")) is not None:
             progress(name, 0, 0)
         try:
-            results.append(evaluate(job, name, tcp=tcp, known=known, **options))
+            results.append(run(job, name, tcp=tcp, known=known, **options))
         except AtlasError as error:
             if not (skip and find_schedule(name).virtual_stages):
                 raise

@@ -20,7 +20,8 @@ from atlas.spec import load_job, override
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny.yaml"
 LAYER = {"forward_s": 0.010, "backward_s": 0.025, "weight_s": 0.010, "recompute_s": 0.009, "update_s": 0.001}
-ENTRY = {"gpu": "A100-40", "microbatch": 1, "tp": 1, "layer": LAYER, "head": {"forward_s": 0.005, "backward_s": 0.010}}
+HEAD = {"forward_s": 0.005, "backward_s": 0.010}
+ENTRY = {"gpu": "A100-40", "microbatch": 1, "tp": 1, "seq_len": 2048, "layer": LAYER, "head": HEAD}
 TEXT = json.dumps({"model": "tiny", "entries": [ENTRY]})
 
 
@@ -136,9 +137,16 @@ def test_of_several_entries_the_one_of_this_model_is_taken(tmp_path: Path) -> No
     assert ms[1, Kind.F] == pytest.approx(20)
 
 
-def test_a_profile_without_a_shape_is_used_and_reported_as_unchecked(tmp_path: Path) -> None:
+def test_a_profile_without_its_number_of_tokens_is_refused(tmp_path: Path) -> None:
+    old = {key: value for key, value in ENTRY.items() if key != "seq_len"}
+    with pytest.raises(SpecError, match=r"Measure again with `atlas profile`, or add `seq_len: N`"):
+        priced(tmp_path, {"entries": [old]})
+    priced(tmp_path, {"entries": [old, ENTRY]}, "both.json")
+
+
+def test_a_profile_without_the_rest_of_its_shape_is_used_and_reported_as_unchecked(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
-    for entry, words in ((ENTRY, "does not record its seq_len, hidden"), ({**ENTRY, **SHAPE}, "a measured profile")):
+    for entry, words in ((ENTRY, "does not record its hidden"), ({**ENTRY, **SHAPE}, "a measured profile")):
         path.write_text(json.dumps({"entries": [entry]}))
         assert words in pricing(load_job(TINY, [f"profile={path}"]))
 

@@ -137,3 +137,18 @@ def test_an_interrupt_prints_the_best_plan_so_far(
     found = capsys.readouterr()
     assert "interrupted" in found.err
     assert "an iteration" in found.out
+
+
+def test_plan_and_whatif_price_tp_over_two_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Tensor parallelism of 16 on nodes of 8 GPUs: half of every all-reduce crosses the network."""
+    plan, sets = tmp_path / "plan.yaml", ("--set", "tp=16", "--set", "pp=1", "--set", "runtime=megatron")
+    gpus = [word for k in (0, 1) for word in ("--set", f"cluster.datacenters[{k}].gpus_per_node=8")]
+    flags = ("--keep", "tp", "--tries", "0", "--no-break-even", "--json", "--out", str(plan))
+    assert cli.main(["plan", TINY, *sets, *gpus, *flags]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["plan"]["predicted"]["num_gpus"] % 16 == 0
+    assert "tp 16" in str(found["candidates"][0])
+    sweep = ("--sweep", "cluster.datacenters[0].net_gbps=50,800", "--no-marginals", "--json")
+    assert cli.main(["whatif", str(plan), *sweep]) == 0
+    slow, fast = json.loads(capsys.readouterr().out)["sweeps"][0]["points"]
+    assert slow["iteration_s"] > 1.1 * fast["iteration_s"]

@@ -299,7 +299,7 @@ def test_the_winner_is_searched_and_simulate_finds_the_same_figure() -> None:
 
 def test_a_profile_limits_the_search_to_what_was_measured(tmp_path: Path) -> None:
     layer = {"forward_s": 0.01, "backward_s": 0.02}
-    entries = [{"gpu": "A100-40", "microbatch": 2, "tp": 1, "layer": layer}]
+    entries = [{"gpu": "A100-40", "microbatch": 2, "tp": 1, "seq_len": 2048, "layer": layer}]
     path = tmp_path / "profile.json"
     path.write_text(json.dumps({"entries": entries}))
     search = searched(job_of(profile=str(path)), "ours")

@@ -61,10 +61,10 @@ def _simulated(args: argparse.Namespace) -> DataPoint:
     with Meter() as meter:
         options = {"iterations": args.steps, "tries": args.tries, "seed": args.seed, "progress": meter}
         simulation = simulate(plan or job, schedule, **options)
-    found, whole = simulation.best, simulation.whole
-    if whole is not None:
+    found = simulation.best
+    if simulation.wholes:
         remark(
-            f"the card describes the slowest of {len(whole.results)} groups of pipelines; "
+            f"the card describes the slowest of {len(simulation.wholes[0].results)} groups of pipelines; "
             "the others need cards of their own"
         )
     facts = RunFacts(found.schedule, found.tcp, command=["atlas", *sys.argv[1:]], **_stated(args, plan))

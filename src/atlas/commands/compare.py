@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from atlas.api import simulate
-from atlas.commands.view import TimelineOutputs, picture_flags
+from atlas.commands.view import TimelineOutputs, of_groups, picture_flags
 from atlas.console import Meter, job_flags, print_json, search_flags, show
 from atlas.errors import AtlasError
 from atlas.evaluate import Progress
@@ -21,7 +21,7 @@ from atlas.ir.store import load_timeline
 from atlas.ir.timeline import Timeline
 from atlas.spec.plan import load_job_or_plan
 from atlas.view import compare_table
-from atlas.view.table import side_by_side
+from atlas.view.table import groups_note, side_by_side
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -50,11 +50,13 @@ def run(args: argparse.Namespace) -> int:
         a, b = make_a(meter), make_b(meter)
     _require_related(a, b, args)
     found = difference(a, b)
+    one, other = ({**summary(timeline), **of_groups(timeline)} for timeline in (a, b))
+    notes = groups_note([{**row, "tcp": timeline.meta.get("tcp")} for row, timeline in ((one, a), (other, b))])
     if args.json:
-        print_json({"a": summary(a), "b": summary(b), "difference": asdict(found)})
+        print_json({"a": one, "b": other, "difference": asdict(found)})
     else:
-        show(side_by_side(summary(a), summary(b)), "", compare_table(found))
-    outputs.write([a, b], [a, b], f"{a.program.name} and {b.program.name}", [], inputs)
+        show(side_by_side(one, other), "", compare_table(found), *notes)
+    outputs.write([a, b], [a, b], f"{a.program.name} and {b.program.name}", notes, inputs)
     return 0
 
 
@@ -78,10 +80,10 @@ def _source(text: str, args: argparse.Namespace) -> tuple[Callable[[Progress], T
         if Path(text).suffix in (".yaml", ".yml"):
             raise AtlasError(f"{text} is a job: name a schedule with it, such as {text}:atlas, or give a timeline file")
         return (lambda progress: load_timeline(text)), (text,)
-    loaded, _ = load_job_or_plan(job, args.set)
+    loaded, plan = load_job_or_plan(job, args.set)
 
     def simulated(progress: Progress) -> Timeline:
         options = {"tcp": args.tcp, "tries": args.tries, "seed": args.seed, "progress": progress}
-        return simulate(loaded, schedule, **options).best.timeline
+        return simulate(plan or loaded, schedule, **options).best.timeline
 
     return simulated, loaded.files

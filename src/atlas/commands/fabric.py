@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from atlas.console import job_flags, number, print_json, show
+from atlas.console import job_flags, number, print_json, remark, show
 from atlas.cost.table import Costs
 from atlas.errors import AtlasError
 from atlas.evaluate import build, find_schedule, prepare
@@ -67,6 +67,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _circuits(job: Job, args: argparse.Namespace) -> int:
     schedule = find_schedule(args.schedule)
+    if job.groups:
+        remark(f"this is one of the plan's {len(job.groups)} groups of pipelines")
     case = prepare(job, schedule)
     program = build(case, schedule)
     costs = case.costs_of(program)

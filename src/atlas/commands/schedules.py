@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from atlas.console import Meter, job_flags, print_json, search_flags, show
+from atlas.console import Meter, job_flags, print_json, remark, search_flags, show
 from atlas.errors import AtlasError
 from atlas.evaluate import build, find_schedule, prepare
 from atlas.ir.text import to_text, to_torch_csv
@@ -36,6 +36,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     schedule = find_schedule(args.show[0], "--show")
     job, _ = load_job_or_plan(args.show[1], args.set)
+    if job.groups:
+        remark(f"this is one of the plan's {len(job.groups)} groups of pipelines")
     with Meter() as meter:
         program = build(prepare(job, schedule, args.tcp), schedule, budget=args.tries, seed=args.seed, progress=meter)
     sys.stdout.write(to_torch_csv(program) if args.torch else to_text(program))

@@ -44,7 +44,7 @@ from atlas.sim.weather import Tail
 from atlas.spec.plan import load_job_or_plan
 from atlas.view import results_table
 from atlas.view.chart import curves_svg
-from atlas.view.table import plain_table, right, seconds
+from atlas.view.table import groups_note, plain_table, right, seconds, whole_s
 
 RESULTS = "results.json"
 MIN_PATH_SHARE = 0.005
@@ -113,19 +113,15 @@ def run(args: argparse.Namespace) -> int:
         write_whole(args.out / RESULTS, as_json(found).encode())
     drawn = [result.timeline for result in simulation.drawn]
     timelines = [result.timeline for result in simulation.results]
-    outputs.write(timelines, drawn, job.name, page_notes(simulation), job.files, spread_chart(simulation))
+    outputs.write(timelines, drawn, simulation.title, page_notes(simulation), job.files, spread_chart(simulation))
     return 0
 
 
 def _show(simulation: Simulation, found: Sequence[Row]) -> None:
-    table = results_table(found, title=headline(simulation.results[0]), source="\n".join(notes(found)))
+    title = simulation.title if simulation.wholes else headline(simulation.results[0])
+    table = results_table(found, title=title, source="\n".join(notes(found)))
     more = more_table(found)
-    show(table, *(("", more) if more else ()), why(simulation.best.row(), len(found) == 1))
-    if simulation.whole is not None:
-        show(
-            f"This is the slowest of {len(simulation.whole.results)} groups of pipelines. With the all-reduce between "
-            f"all groups over the WAN, an iteration takes {seconds(simulation.whole.iteration_s)}."
-        )
+    show(table, *(("", more) if more else ()), why(found[simulation.results.index(simulation.best)], len(found) == 1))
 
 
 def _in_folder(folder: Path, outputs: TimelineOutputs) -> TimelineOutputs:
@@ -181,7 +177,8 @@ def notes(found: Sequence[Row]) -> list[str]:
     """The notes under the table."""
     lines = ["All times are simulated."]
     if len(found) > 1:
-        lines[0] += f" Speedup is over {called(max(found, key=lambda row: float(row['iteration_s'])))}."
+        lines[0] += f" Speedup is over {called(max(found, key=whole_s))}."
+    lines += groups_note(found, times=False)
     lines.append(priced(found[0]["pricing"], found[0]["runtime"]))
     return lines + _too_big(found)
 
@@ -194,20 +191,21 @@ def priced(pricing: str, runtime: str) -> str:
 
 def page_notes(simulation: Simulation) -> list[str]:
     """The notes under the title of a page, which has a table of its own."""
-    drawn = simulation.drawn
-    left = [result.row() for result in simulation.results if result not in drawn]
-    times = ", ".join(f"{row['schedule']} {seconds(row['iteration_s'])}" for row in left)
+    drawn, found = simulation.drawn, simulation.table()
+    left = [row for row, result in zip(found, simulation.results, strict=True) if result not in drawn]
+    shown = [row for row in found if row not in left]
+    times = ", ".join(f"{row['schedule']} {seconds(whole_s(row))}" for row in left)
     beside = [f"Not drawn, on one TCP connection: {times}."] if left else []
-    spread = [_spread_note(result.row()) for result in drawn if result.spread is not None]
-    return [f"{setup(drawn[0])}.", *beside, *spread, *_too_big([result.row() for result in drawn])]
+    spread = [_spread_note(row) for row in shown if row["spread"] is not None]
+    return [*(groups_note(found) or [f"{setup(drawn[0])}."]), *beside, *spread, *_too_big(shown)]
 
 
 def _spread_note(row: Row) -> str:
     found = row["spread"]
     varied, cause = _varied(found)
     return (
-        f"{called(row)}, {found['runs']} runs with {varied}: {seconds(found['p50_s'])} an iteration in the median "
-        f"and {seconds(found['p95_s'])} at the 95th percentile{f'; {cause}' if cause else ''}."
+        f"{called(row)}, {found['runs']} runs{_of_group(row)} with {varied}: {seconds(found['p50_s'])} an iteration "
+        f"in the median and {seconds(found['p95_s'])} at the 95th percentile{f'; {cause}' if cause else ''}."
     )
 
 
@@ -236,8 +234,11 @@ def why(row: Row, alone: bool) -> str:
     spent = ", ".join(f"{100 * path[part] / row['iteration_s']:.0f}% {SPENT_ON[part]}" for part in parts)
     turns = ", pipelines taking turns on the WAN" if row["sharing"] else ""
     best = "" if alone else "Fastest: "
+    alone_s = f"{seconds(row['iteration_s'])} an iteration"
+    if "all_groups_s" in row:
+        alone_s = f"{seconds(row['all_groups_s'])} an iteration of all groups. The slowest group alone: {alone_s}"
     return (
-        f"\n{best}{called(row)}{turns}: {seconds(row['iteration_s'])} an iteration, "
+        f"\n{best}{called(row)}{turns}: {alone_s}, "
         f"{row['tokens_per_s']:,.0f} tokens/s, MFU {100 * row['mfu']:.0f}%. "
         f"Its critical path is {spent}. No order of this work on these links can take less than "
         f"{seconds(row['lower_bound_s'])}: {row['lower_bound_reason']}."
@@ -246,7 +247,8 @@ def why(row: Row, alone: bool) -> str:
 
 def more_table(found: Sequence[Row]) -> Table | None:
     """The time of an iteration in a row of several, and the percentiles of runs with jitter, if they were simulated."""
-    columns: dict[str, list[float]] = {"one iteration": [row["iteration_s"] for row in found]}
+    one = "slowest group" if "all_groups_s" in found[0] else "one iteration"
+    columns: dict[str, list[float]] = {one: [row["iteration_s"] for row in found]}
     if found[0]["steady_s"] is not None:
         columns["steady"] = [row["steady_s"] for row in found]
     if found[0]["spread"] is not None:
@@ -254,18 +256,25 @@ def more_table(found: Sequence[Row]) -> Table | None:
             columns[name] = [row["spread"][key] for row in found]
     if len(columns) == 1:
         return None
-    table = plain_table(Column("schedule", style="bold"), "TCP", *right(*columns), caption=_of_runs(found[0]["spread"]))
+    table = plain_table(Column("schedule", style="bold"), "TCP", *right(*columns), caption=_of_runs(found[0]))
     for row, *times in zip(found, *columns.values(), strict=True):
         table.add_row(row["schedule"], row["tcp"], *(seconds(value) for value in times))
     return table
 
 
-def _of_runs(spread: Row | None) -> str:
+def _of_runs(row: Row) -> str:
     """The caption of percentiles; nothing without a Monte-Carlo."""
-    if spread is None:
+    if row["spread"] is None:
         return ""
-    varied, cause = _varied(spread)
-    return f"Percentiles are of {spread['runs']} runs with {varied}." + (f" First row: {cause}." if cause else "")
+    varied, cause = _varied(row["spread"])
+    of = _of_group(row)
+    return f"Percentiles are of {row['spread']['runs']} runs{of} with {varied}." + (
+        f" First row: {cause}." if cause else ""
+    )
+
+
+def _of_group(row: Row) -> str:
+    return " of the slowest group" if "all_groups_s" in row else ""
 
 
 def _varied(spread: Row) -> tuple[str, str]:

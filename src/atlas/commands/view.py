@@ -20,6 +20,7 @@ from atlas.ir.replace import write_whole
 from atlas.ir.store import load_timeline, save_timeline
 from atlas.ir.timeline import Timeline
 from atlas.view import Figure, results_table, write_page, write_trace
+from atlas.view.table import GROUP_KEYS, groups_note
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -38,8 +39,10 @@ def run(args: argparse.Namespace) -> int:
     timelines = [load_timeline(path) for path in args.files]
     title = ", ".join(dict.fromkeys(str(t.meta.get("job", t.program.name)) for t in timelines))
     sources = ", ".join(dict.fromkeys(timeline.source for timeline in timelines))
-    show(results_table([_row(timeline) for timeline in timelines], title=title, source=f"Times are {sources}."))
-    outputs.write(timelines, timelines, title, [f"Times are {sources}."], args.files)
+    rows = [_row(timeline) for timeline in timelines]
+    source = f"Times are {sources}."
+    show(results_table(rows, title=title, source="\n".join([source, *groups_note(rows, times=False)])))
+    outputs.write(timelines, timelines, title, [source, *groups_note(rows)], args.files)
     return 0
 
 
@@ -54,11 +57,18 @@ def _beside(file: Path) -> Path:
 
 def _row(timeline: Timeline) -> dict[str, Any]:
     """The figures of a timeline file. The file may be damaged: a lower bound that is not a number is left out."""
-    row = {**summary(timeline), "tcp": timeline.meta.get("tcp")}
+    row = {**summary(timeline), **of_groups(timeline), "tcp": timeline.meta.get("tcp")}
     bound = timeline.meta.get("lower_bound_s")
     if isinstance(bound, float) and bound > 0 and timeline.program.num_iterations == 1:
         row |= {"lower_bound_s": bound, "gap": row["iteration_s"] / bound}
     return row
+
+
+def of_groups(timeline: Timeline) -> dict[str, Any]:
+    """Where a timeline is of one group of a plan: which one, and the time of all. Nothing of a damaged file."""
+    found = {key: timeline.meta.get(key) for key in GROUP_KEYS}
+    is_whole = isinstance(found["all_groups_s"], float) and found["all_groups_s"] > 0
+    return found if is_whole and all(isinstance(found[key], int) for key in GROUP_KEYS[1:]) else {}
 
 
 # ---- the files of a command with timelines -------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Measured profiles: seconds of every piece of a model on a GPU type, by microbatch size and tp, from a file.
 
-    {"entries": [{"gpu": "A100-80", "microbatch": 1, "tp": 1,
+    {"entries": [{"gpu": "A100-80", "microbatch": 1, "tp": 1, "seq_len": 2048,
                   "embedding": {"forward_s": 0.0002, "backward_s": 0.0003},
                   "layer":     {"forward_s": 0.0115, "backward_s": 0.0241, "recompute_s": 0.0115,
                                 "weight_s": 0.0110, "update_s": 0.0009},
@@ -9,8 +9,8 @@
 JSON or YAML. `layer` holds for every layer; `layers` gives them one by one instead. `backward_s` is the whole
 backward, `weight_s` the weight gradient's part of it (default: half), `recompute_s` is the forward again where
 left out, `update_s` the optimizer (left out: priced from bytes). `params` and `activation_bytes` are what one GPU holds
-(left out: from the model's shape). An entry records the shape it was measured at (`seq_len`, `hidden`, ...); one
-without a shape is accepted, and `unchecked` names what is missing. `cost.compute` adds the parts of a stage.
+(left out: from the model's shape). An entry records the shape it was measured at. `seq_len` is required; `unchecked`
+names what else is missing (`hidden`, ...). `cost.compute` adds the parts of a stage.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Entry(Frozen):
     tp: Count = 1
     """Tensor parallelism."""
     seq_len: Size | None = None
-    """Tokens of a sequence, when it was measured."""
+    """Tokens of a sequence, when it was measured. A job with an entry that lacks it is refused."""
     hidden: Size | None = None
     """Width of the residual stream."""
     heads: Count | None = None
@@ -182,7 +182,14 @@ def find_entry(profile: Profile, job: Job, gpu: str) -> Entry:
             rule=f"nothing was measured for {wanted} (there is {have})",
             remedy="Measure it, change the job, or leave `profile` out",
         )
-    entry = min(alike, key=lambda one: len(_differences(one, job)))
+    entry = min(alike, key=lambda one: (one.seq_len is None, len(_differences(one, job))))
+    if entry.seq_len is None:
+        raise SpecError(
+            where=path,
+            key="seq_len",
+            rule=f"the entry for {wanted} does not record with how many tokens in a sequence it was measured",
+            remedy="Measure again with `atlas profile`, or add `seq_len: N` to the entry",
+        )
     if differences := _differences(entry, job):
         raise SpecError(
             where=path,

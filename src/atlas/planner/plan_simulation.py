@@ -1,7 +1,7 @@
 """A plan simulated in full: every group of pipelines under one schedule, then the sum between groups; and the figures
 of a plan for a job that is placed and simulated already.
 
-Both the figure in a Plan file and the one of `atlas simulate PLAN` come from here. It does not search plans; the
+Both the figure in a Plan file and those of `atlas simulate PLAN` come from here. It does not search plans; the
 schedule may be a searched one.
 """
 
@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 
 from atlas.cost.cluster_arrays import ClusterArrays, Floats, cluster_arrays
+from atlas.cost.price import Tcp
 from atlas.cost.table import Costs
-from atlas.evaluate import Case, Progress, Result, evaluate, find_schedule, prepare
+from atlas.errors import SpecError
+from atlas.evaluate import Case, Result, evaluate, find_schedule, prepare
 from atlas.ir.program import Kind
 from atlas.ir.timeline import Timeline
 from atlas.planner.candidate import Candidate, Group
@@ -40,6 +42,17 @@ class PlanSimulation:
         """Whether any group's pipelines may take turns."""
         return any(result.case.price_turns is not None for result in self.results)
 
+    @property
+    def meta(self) -> dict[str, Any]:
+        """What a timeline of the slowest group has to say of all groups."""
+        return {"all_groups_s": self.iteration_s, "group": self.slowest + 1, "num_groups": len(self.results)}
+
+    def row(self) -> dict[str, Any]:
+        """What the row of the slowest group lacks: the time of all groups, and the memory of the tightest one."""
+        rows = [result.row() for result in self.results]
+        tightest = min(rows, key=lambda row: row["memory_gib"] - row["peak_gib"])
+        return {**self.meta, **{key: tightest[key] for key in ("fits", "peak_gib", "memory_gib")}}
+
 
 def simulate_plan(
     job: Job,
@@ -48,13 +61,20 @@ def simulate_plan(
     schedule: str,
     *,
     sharing: bool = True,
-    budget: int | None = None,
-    seed: int = 0,
-    progress: Progress | None = None,
     as_stated: bool = False,
+    **options: Any,
 ) -> PlanSimulation:
     """The candidate under a schedule; InfeasibleError where it is too long to be simulated in full. `as_stated`: it is
-    the job itself, and the schedule may choose the stages of a worker where the job leaves them open."""
+    the job itself, and the schedule may choose the stages of a worker where the job leaves them open. `options` are
+    those of `evaluate`."""
+    if len(candidate.groups) > 1 and find_schedule(schedule).virtual_stages:
+        raise SpecError(
+            where=job.where,
+            key="groups",
+            value=len(candidate.groups),
+            rule=f"groups of pipelines that are placed differently need one stage on each worker, not {schedule}",
+            remedy="Choose a schedule that does not interleave",
+        )
     stated = {key: getattr(job, key) for key in ("interleave", "layers_per_stage")} if as_stated else {}
     chosen = find_schedule(schedule)
     results: list[Result] = []
@@ -63,11 +83,30 @@ def simulate_plan(
         one = candidate.job(job, k).model_copy(update=stated)
         key = _priced(prepare(one, chosen, candidate.tcp, sharing=sharing and chosen.shares))
         if key not in known:  # equal groups are simulated once
-            known[key] = evaluate(
-                one, schedule, tcp=candidate.tcp, sharing=sharing, budget=budget, seed=seed, progress=progress
-            )
+            known[key] = evaluate(one, schedule, tcp=candidate.tcp, sharing=sharing, **options)
         results.append(known[key])
     return _together(cluster, candidate, tuple(results))
+
+
+def slowest_group(
+    wholes: list[PlanSimulation],
+    cluster: ClusterArrays,
+    candidate: Candidate,
+    job: Job,
+    schedule: str,
+    *,
+    tcp: Tcp,
+    known: object = None,
+    **options: Any,
+) -> Result:
+    """Simulate all groups, append them to `wholes`, and return the slowest one. Its timelines have the time of all.
+    `known`, the prepared cases of one job, is of no use here."""
+    whole = simulate_plan(job, cluster, replace(candidate, tcp=tcp), schedule, **options)
+    wholes.append(whole)
+    found = whole.results[whole.slowest]
+    for timeline in (found.timeline, found.single):
+        timeline.meta.update(whole.meta)
+    return found
 
 
 def _priced(case: Case) -> tuple[Any, ...]:

@@ -63,6 +63,9 @@ class LiveRun:
             self._run.update(name=name, **{key: facts.get(key) for key in ("schedule", "tcp", "steps", "slower")})
             self._run["device"] = facts.get("device", "")
             self._new_model(None)
+            if job is not None and job.groups:
+                groups = f"{len(job.groups)} groups of pipelines, without the all-reduce between groups"
+                self._event("warning", f"the prediction is that of one of the plan's {groups}", None)
             self._bump()
 
     def search(self, pause: Callable[[], None] = lambda: None) -> RunModel | None:

@@ -17,6 +17,8 @@ WAITS = {"wan": ("wan",), "peer": ("peer", "fabric"), "sync": ("sync",), "ends":
 """By column of the table: the causes of idle time that it adds up."""
 SPENT_ON = {"wire": "on the wire", "queue": "busy links", "wait": "other waiting"}
 """Categories of the critical path that have another name in a table."""
+GROUP_KEYS = ("all_groups_s", "group", "num_groups")
+"""Of the slowest group of a plan with several: what its row and its Timeline's `meta` have of all groups."""
 
 
 def seconds(value: float | None) -> str:
@@ -71,28 +73,52 @@ def results_table(rows: Sequence[Mapping[str, Any]], *, title: str = "", source:
     """One line per schedule, as `atlas simulate` prints it. Keys that a row lacks are shown as a dash.
 
     `busy` and the waits are shares of all accelerators' time and add up to 100 %; `ends` is fill and drain. A `!`
-    marks what does not fit in memory. The table fits 80 columns.
+    marks what does not fit in memory. The table fits 80 columns. Of a plan with several groups it has the time of all
+    groups; the other figures are those of the slowest group.
     """
-    figures = right("iter-\nation", "speed-\nup", "lower\nbound", "gap", "in\nflight", "busy\n%")
+    several = any("all_groups_s" in row for row in rows)
+    times = ("all\ngroups", "slowest\ngroup") if several else ("iter-\nation",)
+    figures = right(*times, "speed-\nup", "lower\nbound", *([] if several else ["gap"]), "in\nflight", "busy\n%")
     waits = right(*(f"{name}\n%" for name in WAITS))
     names = [Column("schedule", style="bold"), *whole_words("TCP")]
     table = plain_table(*names, *figures, *waits, title=title, caption=source, gap=0)
     fitting = [row for row in rows if row.get("iteration_s") and row.get("fits", True)]
-    fastest = min((row["iteration_s"] for row in fitting), default=None)
+    fastest = min((whole_s(row) for row in fitting), default=None)
     for row in rows:
-        speedup, peak, best = row.get("speedup"), row.get("peak_in_flight"), row.get("iteration_s") == fastest
+        speedup, peak, best = row.get("speedup"), row.get("peak_in_flight"), whole_s(row) == fastest
+        gap = "–" if row.get("gap") is None else f"{row['gap']:.2f}x"
         table.add_row(
             Text(str(row.get("schedule", "?")) + (" (turns)" if row.get("sharing") else "")),
             Text(str(row.get("tcp") or "–")),
+            *([seconds(row.get("all_groups_s"))] if several else []),
             seconds(row.get("iteration_s")),
             "–" if speedup is None else f"{speedup:.2f}x",
             seconds(row.get("lower_bound_s")),
-            "–" if row.get("gap") is None else f"{row['gap']:.2f}x",
+            *([] if several else [gap]),
             "–" if peak is None else f"{'' if row.get('fits', True) else '! '}{peak}",
             *_shares(row),
             style="green" if best and len(rows) > 1 else None,
         )
     return table
+
+
+def whole_s(row: Mapping[str, Any]) -> float:
+    """The iteration: of all groups where there are several."""
+    return float(row.get("all_groups_s") or row.get("iteration_s") or 0.0)
+
+
+def groups_note(rows: Sequence[Mapping[str, Any]], *, times: bool = True) -> list[str]:
+    """Which group of a plan the rows and their timelines are of, and the time of all groups (without `times`: a column
+    has it). Nothing where there is one group."""
+    rows = [row for row in rows if "all_groups_s" in row]
+    if not rows:
+        return []
+    shown = " or ".join(dict.fromkeys(f"group {row['group']}" for row in rows))
+    first = f"The plan has {rows[0]['num_groups']} groups of pipelines. This is the slowest ({shown})"
+    if not times:
+        return [f"{first}; `all groups` includes the all-reduce between groups over the WAN."]
+    each = ", ".join(dict.fromkeys(f"{row['schedule']} ({row['tcp']}) {seconds(whole_s(row))}" for row in rows))
+    return [f"{first}. An iteration of all groups, with the all-reduce between them over the WAN: {each}."]
 
 
 def _shares(row: Mapping[str, Any]) -> list[str]:
@@ -113,6 +139,9 @@ def side_by_side(a: Mapping[str, Any], b: Mapping[str, Any]) -> Table:
         table.add_column(Text(f"{summary['schedule']}{turns}, {summary['source']}"), justify="right")
     table.add_column("change", justify="right")
     lines = [("iteration", a["iteration_s"], b["iteration_s"])]
+    if "all_groups_s" in a and "all_groups_s" in b:
+        lines.insert(0, ("iteration, all groups", a["all_groups_s"], b["all_groups_s"]))
+        lines[1] = ("iteration, slowest group", *lines[1][1:])
     for cause in {**a["bubbles_s"], **b["bubbles_s"]}:
         waits = [summary["bubbles_s"].get(cause, 0.0) / summary["num_workers"] for summary in (a, b)]
         lines.append((f"idle per worker, {cause}", *waits))

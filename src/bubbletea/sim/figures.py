@@ -42,6 +42,8 @@ def notes(cluster: SimulatedCluster) -> str:
             f"Training alone: {seconds(cluster.pattern.period_ns / 1e9)} an iteration, "
             f"{percent(1 - cluster.idle_share)} busy; {percent(left)} of the network is left for KV."
         )
+        if cluster.num_groups > 1:
+            alone += f" This is one of the plan's {cluster.num_groups} groups, without the all-reduce between groups."
     return (
         f"{alone}\n"
         "A load of 1 would fill the bubbles completely. TTFT: from arrival until the KV is delivered.\n"

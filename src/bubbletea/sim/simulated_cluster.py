@@ -51,6 +51,8 @@ class SimulatedCluster:
     """Of training's computing ops."""
     result: Result | None = None
     """The simulated training; None without training."""
+    num_groups: int = 1
+    """Groups of pipelines of the plan; only the one in its `job` is simulated."""
 
     @property
     def idle_share(self) -> float:
@@ -67,6 +69,7 @@ class SimulatedCluster:
             "training_utilization": 1 - self.idle_share,
             "network_left": self.residual.share(self.some_costs.nic_bytes_per_s),
             "longest_op_s": self.longest_op_ns / 1e9,
+            "num_groups": self.num_groups,
         }
 
     @property
@@ -128,6 +131,7 @@ def simulated_cluster(
         num_ranks=timeline.program.num_ranks,
         longest_op_ns=int((timeline.op_end_ns - timeline.op_start_ns)[useful].max()),
         result=found,
+        num_groups=len(job.parts),
     )
 
 
