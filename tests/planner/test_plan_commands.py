@@ -152,3 +152,6 @@ def test_plan_and_whatif_price_tp_over_two_nodes(tmp_path: Path, capsys: pytest.
     assert cli.main(["whatif", str(plan), *sweep]) == 0
     slow, fast = json.loads(capsys.readouterr().out)["sweeps"][0]["points"]
     assert slow["iteration_s"] > 1.1 * fast["iteration_s"]
+    capsys.readouterr()
+    assert cli.main(["plan", TINY, *sets, "--set", "runtime=atlas", *gpus, "--keep", "tp"]) == 2
+    assert "tp = 16: `atlas train` keeps a tensor-parallel group in one node" in capsys.readouterr().err

@@ -51,7 +51,15 @@ def explain(space: Space, cluster: ClusterArrays, refusals: Sequence[InfeasibleE
     """The error to raise when a search has found nothing."""
     if refusals and feasible(space, cluster):
         return refusals[0]  # memory suffices: the reason is why the simulator refused it
-    job = space.job
+    job, widest = space.job, int(cluster.gpus_per_node.max())
+    if min(space.tps) > widest and not any(cluster.workers(tp).any() for tp in space.tps):
+        return InfeasibleError(
+            where=job.where,
+            key="tp",
+            value=min(space.tps),
+            rule=f"`atlas train` keeps a tensor-parallel group in one node, and the largest node has {widest} GPUs",
+            remedy=f"Use a tp of at most {widest}, or plan for another runtime (runtime: megatron)",
+        )
     changes = [text for try_it in (_recompute, _paths, _memory, _nodes) if (text := try_it(space, cluster))]
     model = job.model
     state = job.element_bytes + job.gradient_bytes + job.optimizer_bytes
