@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,7 @@ from run import (  # noqa: E402
     run_all,
     without_line,
 )
+from run import main as run_benches  # noqa: E402
 
 SCRIPTS = sorted(path.stem for path in BENCH.glob("*.py") if path.stem != "run")
 
@@ -87,6 +89,33 @@ def test_a_bench_that_would_end_after_the_budget_is_left_out(capsys: pytest.Capt
     assert "left out" in capsys.readouterr().out
 
 
+def test_a_bench_that_is_slower_than_the_budget_is_cut_off(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    limits_s = list[float]()
+
+    def slow(name: str, arguments: tuple[str, ...], minutes: float) -> Outcome:
+        limits_s.append(60 * minutes)
+        return Outcome(name, -signal.SIGKILL, 60 * minutes + 0.1)
+
+    monkeypatch.setattr("run.run", slow)
+    assert run_all(["accuracy_a100"], full=False, budget_s=20.0) == []
+    assert limits_s[0] == pytest.approx(20.0, abs=1.0)
+    assert "left out or cut off, no time within 0 minutes: accuracy_a100" in capsys.readouterr().out
+    (failed,) = run_all(["accuracy_a100"], full=False, budget_s=600.0)
+    assert limits_s[1] == 60.0, "its own limit"
+    assert failed.verdict == "FAILED (-9)"
+
+
+def test_quick_run_names_claims_without_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("run.run", lambda name, *_: Outcome(name, OK, 1.0, [{"name": "other", "ok": True}]))
+    monkeypatch.setattr(sys, "argv", ["run.py", "--quick", "--only", "engine"])
+    assert run_benches() == 1
+    assert "bench/engine.py printed no line 'compiled engine'" in capsys.readouterr().out
+
+
 def test_an_interrupted_run_continues_with_the_next_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kept = ResultFile(tmp_path / "bench.jsonl", resume=True, full=False)
     kept.add(Outcome("wan", 0, 60.0, [{"name": "a line", "ok": True}]))
@@ -113,6 +142,30 @@ def test_every_claim_names_a_bench() -> None:
     claims = read_claims(ROOT / "docs" / "claims.md")
     assert claims
     assert {claim.bench for claim in claims} <= set(SCRIPTS)
+
+
+FIGURES = {
+    "Megatron runs on A100": "accuracy_a100",
+    "runs on GH200": "accuracy_sailor",
+    "runs on mixed GPU types": "accuracy_sailor",
+    "our own emulated runs": "testbed",
+    "speed of Atlas relative to Varuna": "schedules",
+    "throughput of the transport": "wan",
+    "prefill while training waits": "gpu_fill",
+}
+"""By the beginning of a row of the README's tables of figures: its bench."""
+
+
+def test_every_figure_of_the_readme_has_a_claim() -> None:
+    text = (ROOT / "README.md").read_text().partition("\n## Figures\n")[2].partition("\n## ")[0]
+    first = [line.strip("| ").split(" | ")[0] for line in text.splitlines() if line.startswith("| ")]
+    rows = [cell for cell in first if cell not in ("compared with", "what")]
+    assert len(rows) == len(FIGURES)
+    for row, begins in zip(rows, FIGURES, strict=True):
+        assert row.startswith(begins)
+    claimed = {claim.bench for claim in read_claims(ROOT / "docs" / "claims.md")}
+    assert set(FIGURES.values()) <= claimed
+    assert set(FIGURES.values()) == set(README), "the quick run starts with these"
 
 
 def test_claim_without_a_line_is_found() -> None:
