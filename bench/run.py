@@ -94,7 +94,7 @@ BENCHES: dict[str, Bench] = {
     "live_page": Bench(12, 60),
     "load_generator": Bench(12, 0, None),
     "loss_curves": Bench(10, 25),
-    "monotone": Bench(40, 170),
+    "monotone": Bench(40, 120),
     "one_gpu": Bench(10, 120, ()),
     "optimum": Bench(15, 20),
     "plain_torch": Bench(10, 280, ()),

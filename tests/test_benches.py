@@ -32,6 +32,8 @@ from run import (  # noqa: E402
 )
 from run import main as run_benches  # noqa: E402
 
+from atlas.errors import InfeasibleError  # noqa: E402
+
 SCRIPTS = sorted(path.stem for path in BENCH.glob("*.py") if path.stem != "run")
 
 
@@ -168,6 +170,24 @@ def test_every_figure_of_the_readme_has_a_claim() -> None:
     assert set(FIGURES.values()) == set(README), "the quick run starts with these"
 
 
+def test_a_better_value_that_is_refused_violates_a_sweep() -> None:
+    from monotone import Tally, accepted
+
+    tally, refused = Tally(), float("inf")
+    for better_first in ([1.0, 2.0], [1.0, refused], [refused, 2.0], [2.0, 1.0, refused]):
+        tally.add(better_first)
+    assert (tally.sweeps, tally.violations, tally.refused, tally.worst) == (4, 2, 1, 1.0)
+
+    def seconds(value: float) -> float:
+        if value > 2:
+            raise InfeasibleError(where="job", key="pp", rule="too many", remedy="Use fewer")
+        return value
+
+    assert accepted(seconds, [lambda: 3.0, lambda: 1.0], refused) == [refused, 1.0]
+    with pytest.raises(InfeasibleError):
+        accepted(seconds, [lambda: 3.0, lambda: 4.0], refused)
+
+
 def test_claim_without_a_line_is_found() -> None:
     claims = read_claims(ROOT / "docs" / "claims.md")
     assert without_line(claims[:1], [Outcome(claims[0].bench, OK, 1.0, [])]) == claims[:1]
@@ -193,3 +213,11 @@ def test_bench_without_a_gpu_is_not_measured() -> None:
         pytest.skip("this host has a GPU")
     for name in ("gpu_fill", "calibrate_gpu"):
         assert run(name, BENCHES[name].arguments(full=False), 1.0).status == NOT_MEASURED
+
+
+def test_calibration_runs_through_on_a_cpu() -> None:
+    """Without bars: only a GPU has the constants."""
+    pytest.importorskip("torch")
+    found = run("calibrate_gpu", ("--device", "cpu", "--gpu", "H200", "--shapes", "1", "--repeats", "1"), 3.0)
+    assert found.status == OK
+    assert [line["ok"] for line in found.lines] == [None] * 3
