@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from common.fit import Floats, least_squares, soften
-from common.report import not_measured
+from common.report import Report, not_measured
 from torch import Tensor
 from torch.nn import functional
 
@@ -59,6 +59,8 @@ LLAMA = {"kv_heads": 8, "ffn": 14_336}
 PRODUCTS = [(512, 4096, 4096), (2048, 4096, 4096), (4096, 4096, 16384), (8192, 8192, 8192), (2048, 1024, 4096)]
 ATTENTION = [(1, 16, 2048, 64), (1, 32, 4096, 128), (1, 64, 6144, 128), (8, 16, 2048, 128)]
 """Sequences, heads, tokens, width of a head."""
+BARS = {"mean error": 8.0, "bias (absolute)": 3.0, "worst error": 25.0}
+"""Percent."""
 COPIES = [2**20, 2**24, 2**27, 2**29]
 """Elements of bf16."""
 
@@ -157,8 +159,8 @@ def measure_kernels(device: str) -> list[dict[str, Any]]:
     return rows
 
 
-def fit(rows: list[Row], gpu: str) -> tuple[Calibration, float]:
-    """The constants with the least error in forward and backward, and the remaining mean error."""
+def fit(rows: list[Row], gpu: str) -> tuple[Calibration, Floats]:
+    """The constants with the least error, and the remaining errors of each forward and backward."""
 
     def calibration(point: Floats) -> Calibration:
         matrix, memory, attention = (1 / (1 + np.exp(-point[:3]))).tolist()
@@ -182,7 +184,7 @@ def fit(rows: list[Row], gpu: str) -> tuple[Calibration, float]:
 
     start = np.array([1.0, 0.5, 0.5, np.log(500.0), np.log(1700.0)])
     point = least_squares(lambda at: soften(errors(at)), start)
-    return calibration(point), float(np.abs(np.exp(errors(point)) - 1).mean())
+    return calibration(point), np.exp(errors(point)) - 1
 
 
 def type_here() -> str | None:
@@ -212,13 +214,13 @@ def main() -> int:
     until = time.monotonic() + args.seconds
     kernels = measure_kernels(args.device)
     rows = measure_layers(args.device, args.repeats, until, SHAPES[: args.shapes])
-    calibration, error = fit(rows, gpu)
+    calibration, errors = fit(rows, gpu)
     name = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
     result = {
         "gpu": gpu,
         "device": name,
         "torch": torch.__version__,
-        "mean_error": error,
+        "mean_error": float(np.abs(errors).mean()),
         "calibration": calibration.model_dump(),
         "layers": [asdict(row) for row in rows],
         "kernels": kernels,
@@ -226,7 +228,16 @@ def main() -> int:
     if args.out is not None:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps({key: value for key, value in result.items() if key not in ("layers", "kernels")}))
-    return 0
+    report = Report(f"Constants of {gpu}, fitted on {len(rows)} layers", "the same layers as measured")
+    figures = {
+        "mean error": np.abs(errors).mean(),
+        "bias (absolute)": abs(errors.mean()),
+        "worst error": np.abs(errors).max(),
+    }
+    for line, value in figures.items():
+        bar = BARS[line] if args.device == "cuda" else None
+        report.figure(f"fitted constants, {line}", 100 * float(value), "%", at_most=bar)
+    return report.finish()
 
 
 if __name__ == "__main__":

@@ -232,7 +232,9 @@ def report_on(report: Report, rows: list[dict[str, Any]], lost: str) -> None:
     (called,) = [row["called"] for row in rows if "called" in row]
     ended = next((row["ended"] for row in rows if "ended" in row), None)
     if not steps or ended is None:
-        report.void(f"a lost {lost}", f"no run: {rows[-3:]}")
+        at_start = ("first call to the start of the first step", "CPU of the coordinator for a step")
+        for line in (*(at_start if lost == "host" else ()), f"a lost {lost}: next attempt begins after grace"):
+            report.void(line, f"no run: {rows[-3:]}")
         return
     if lost == "host":
         before = [row for row in steps if row["at"] < ended]

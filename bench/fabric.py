@@ -72,7 +72,8 @@ TRAIN_STEPS, TRAIN_TRIES, MAX_OVERRUN = 4, 3, 0.02
 # ---- Perlmutter ------------------------------------------------------------------------------------------------------
 def perlmutter(report: Report) -> None:
     if not DATA.exists():
-        report.void("Perlmutter on demand, mean error", "no ../shared/data/opus")
+        for how in ("on demand", "provisioned"):
+            report.void(f"Perlmutter {how}, mean error", "no ../shared/data/opus")
         return
     with DATA.open() as file:
         rows = [row for row in csv.DictReader(file) if row["delay_ms"] != "none"]

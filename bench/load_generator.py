@@ -60,7 +60,8 @@ def main() -> int:
     figures = Report("GuideLLM's requests", "none lost, none refused, none answered twice")
     for part in (args.part,) if args.part else needed:
         if missing := [variable for variable in needed[part] if variable not in os.environ]:
-            figures.void(part, f"set {missing[0]} to that command of an environment that has it")
+            for line in ("router: answered twice", "router: of these, admitted") if part == "router" else (part,):
+                figures.void(line, f"set {missing[0]} to that command of an environment that has it")
             continue
         with tempfile.TemporaryDirectory() as name:
             (_alone if part == "alone" else _router)(figures, Path(name), args.requests, args.clients)

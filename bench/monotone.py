@@ -1,7 +1,7 @@
 """Monotone results: lower latency, more bandwidth, more nodes or more memory never makes a result worse.
 
     python bench/monotone.py                          300 sweeps, a process for each core
-    python bench/monotone.py --quick                  30 sweeps
+    python bench/monotone.py --quick                  30 sweeps, and 6 of --wide
     python bench/monotone.py --first 40 --sweeps 20   sweeps 40 to 59 only
     python bench/monotone.py --seed 7                 other jobs
     python bench/monotone.py --part plan              one part of it: simulate or plan
@@ -12,13 +12,15 @@ Random jobs and the examples; one key of each is swept over five values. Of thre
 `simulate`: latency and bandwidth of the WAN under every schedule that is meant to be monotone, and `atlas` compared
 with every schedule that fits the same memory. The third is of `plan`: nodes, memory, latency or bandwidth, and the
 figure of the plan. Both call what the commands call. A sweep is a violation where a better value takes more than
-0.1 % longer than any worse one. Each sweep draws from its own generator, so a range gives the same sweeps in any
-process; its JSON line has the values and the seconds. No time is measured, so sweeps may run beside each other.
+0.1 % longer than any worse one, or is refused as infeasible while a worse one is accepted; a job that is refused at
+every value is drawn anew. Each sweep draws from its own generator, so a range gives the same sweeps in any process; its
+JSON line has the values and the seconds. No time is measured, so sweeps may run beside each other.
 
-Without `--wide` a job has one A100 a node and two to four datacenters of eight nodes; a seed gives the same sweeps as
-ever. With `--wide` datacenters differ in GPU type, GPUs a node, nodes and links, tp is 1 to 8, models have 1B to 70B
-parameters, and other runtimes are simulated. Both parts then sweep nodes, memory, latency, bandwidth and the network of
-one datacenter; `simulate` keeps the placement while nodes change.
+Without `--wide` a job has one A100 a node and two to four datacenters of eight nodes. Latencies below 1 ms and of 3 ms
+were added, and refused values count: a seed gives other sweeps than before, and those of docs/log.md are older. With
+`--wide` datacenters differ in GPU type, GPUs a node, nodes and links, tp is 1 to 8, models have 1B to 70B parameters,
+and other runtimes are simulated. Both parts then sweep nodes, memory, latency, bandwidth and the network of one
+datacenter; `simulate` keeps the placement while nodes change.
 """
 
 from __future__ import annotations
@@ -27,20 +29,21 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import yaml
 from common.report import Report
-from common.wide_jobs import wide_sweep
+from common.wide_jobs import LATENCIES, RATES, wide_sweep
 
-from atlas.errors import AtlasError
+from atlas.errors import AtlasError, InfeasibleError
 from atlas.evaluate import evaluate_all
 from atlas.planner.run import make_plan
 from atlas.spec import Job, load_job, override, parse_job
@@ -49,7 +52,8 @@ TOLERANCE = 1e-3
 SCHEDULES = ("gpipe", "1f1b", "1f1b-eager", "zero-bubble", "atlas")
 """Meant to be monotone. Varuna decides at run time, and interleaved 1F1B divides a node pair's path between stages."""
 EXAMPLES = ("gpt-a", "gpt-b", "three-dcs", "tiny")
-LATENCIES, RATES = (1, 2, 5, 10, 20, 30, 40, 60, 100, 200), (0.5, 1, 2, 4, 5, 6, 8, 10, 20, 50)
+QUICK, QUICK_WIDE = 30, 6
+"""Sweeps of `--quick`: of usual jobs, and of jobs of every kind."""
 
 
 def random_job(rng: np.random.Generator) -> Job:
@@ -86,10 +90,12 @@ def some(rng: np.random.Generator, values: Sequence[float], count: int = 5) -> l
 
 
 def violation(better_first: Sequence[float]) -> float:
-    """By which share the worst offender takes longer than a value that ought to be worse for it."""
+    """By which share the worst offender takes longer than a value that ought to be worse for it; infinite where it is
+    refused (infinite seconds) and the worse one accepted."""
     found, least = 0.0, np.inf
     for seconds in reversed(better_first):
-        found = max(found, seconds / least - 1)
+        if least < np.inf:
+            found = max(found, seconds / least - 1)
         least = min(least, seconds)
     return found
 
@@ -100,7 +106,10 @@ class Tally:
 
     sweeps: int = 0
     violations: int = 0
+    refused: int = 0
+    """Violations in which a better value was refused."""
     worst: float = 0.0
+    """Of the others."""
     lost: int = 0
     """Cases in which `atlas` took longer than another schedule within the same memory."""
     most_lost: float = 1.0
@@ -110,7 +119,8 @@ class Tally:
         found = violation(better_first)
         self.sweeps += 1
         self.violations += found > TOLERANCE
-        self.worst = max(self.worst, found)
+        self.refused += found == np.inf
+        self.worst = max(self.worst, found if found < np.inf else 0.0)
         return found
 
 
@@ -120,6 +130,23 @@ class Tallies:
 
     simulate: dict[str, Tally] = field(default_factory=lambda: {name: Tally() for name in SCHEDULES})
     plan: dict[str, Tally] = field(default_factory=lambda: {kind: Tally() for kind in (*SWEPT, "network")})
+
+
+Found = TypeVar("Found")
+
+
+def accepted(work: Callable[[Job], Found], jobs: Iterable[Callable[[], Job]], refused: Found) -> list[Found]:
+    """What `work` finds for each job, `refused` for those that are infeasible; an error if all are."""
+    found, errors = list[Found](), list[InfeasibleError]()
+    for job in jobs:
+        try:
+            found.append(work(job()))
+        except InfeasibleError as error:
+            found.append(refused)
+            errors.append(error)
+    if len(errors) == len(found):
+        raise errors[0]
+    return found
 
 
 # ---- simulate ------------------------------------------------------------------------------------------------
@@ -144,7 +171,8 @@ def sweep_simulate(rng: np.random.Generator) -> dict[str, Any]:
         key = "latency_ms" if by_latency else "pair_gbps"
         values = some(rng, LATENCIES) if by_latency else some(rng, RATES)[::-1]
         with suppress(AtlasError):
-            rows = [simulated(override(job, [f"cluster.wan.{key}={value}"])) for value in values]
+            jobs = [partial(override, job, [f"cluster.wan.{key}={value}"]) for value in values]
+            rows = accepted(simulated, jobs, {})
             return {"key": key, "values": values, "job": short(job), "rows": rows}
 
 
@@ -155,19 +183,21 @@ def sweep_wide(rng: np.random.Generator, part: str) -> dict[str, Any]:
             sweep = wide_sweep(rng, part)
             line = {"kind": sweep.kind, "key": sweep.key, "values": sweep.values, "job": sweep.words}
             if part == "simulate":
-                return {**line, "rows": [simulated(job) for job in sweep.jobs()]}
+                return {**line, "rows": accepted(simulated, sweep.jobs(), {})}
             return {**line, **planned(sweep.jobs())}
 
 
 def add_simulated(tallies: dict[str, Tally], line: dict[str, Any]) -> dict[str, Any]:
     """Count a sweep; its line with what was found instead of its rows."""
     rows, violations, lost = line.pop("rows"), {}, {}
-    seconds = {name: [row.get(name, row.get(f"({name})", 0.0)) for row in rows] for name in SCHEDULES}
+    seconds = {name: [row.get(name, row.get(f"({name})", np.inf)) for row in rows] for name in SCHEDULES}
     for name in SCHEDULES:
         if (found := tallies[name].add(seconds[name])) > TOLERANCE:
             violations[name] = found
     atlas = tallies["atlas"]
     for value, row in zip(line["values"], rows, strict=True):
+        if not row:
+            continue
         atlas.cases += 1
         best_s, best = min((s, name) for name, s in row.items() if not name.startswith("("))
         ratio = row["atlas"] / best_s
@@ -205,15 +235,19 @@ def sweep_plan(rng: np.random.Generator) -> dict[str, Any]:
         job = random_job(rng)
         values = some(rng, choices)[:: 1 if less else -1]
         with suppress(AtlasError):
-            jobs = [override(job, [f"{key}={int(value) if kind == 'nodes' else value}"]) for value in values]
+            jobs = [partial(override, job, [f"{key}={int(v) if kind == 'nodes' else v}"]) for v in values]
             return {"kind": kind, "key": key, "values": values, "job": short(job), **planned(jobs)}
 
 
-def planned(jobs: Sequence[Job]) -> dict[str, Any]:
+def planned(jobs: Iterable[Callable[[], Job]]) -> dict[str, Any]:
     """Seconds and plans."""
-    plans = [make_plan(job, global_batch=64) for job in jobs]
-    where = [f"{plan.winner.candidate.where()} {plan.winner.candidate.how()}" for plan in plans]
-    return {"seconds": [plan.iteration_s for plan in plans], "plans": where}
+
+    def best(job: Job) -> tuple[float, str]:
+        plan = make_plan(job, global_batch=64)
+        return plan.iteration_s, f"{plan.winner.candidate.where()} {plan.winner.candidate.how()}"
+
+    seconds, plans = zip(*accepted(best, jobs, (np.inf, "refused")), strict=True)
+    return {"seconds": seconds, "plans": plans}
 
 
 def add_planned(tallies: dict[str, Tally], line: dict[str, Any]) -> dict[str, Any]:
@@ -223,22 +257,27 @@ def add_planned(tallies: dict[str, Tally], line: dict[str, Any]) -> dict[str, An
 
 
 # ---- the report ------------------------------------------------------------------------------------------------
-def written(report: Report, tallies: Tallies, parts: Sequence[str]) -> int:
+def write(report: Report, tallies: Tallies, parts: Sequence[str], prefix: str) -> None:
+    """The lines of usual jobs, or with a prefix of jobs of every kind."""
+
+    def one(name: str, tally: Tally) -> None:
+        report.figure(f"{name}: violations beyond 0.1 %", tally.violations, "sweeps", at_most=0)
+        report.figure(f"{name}: of these a better value refused", tally.refused, "sweeps")
+        report.figure(f"{name}: worst", 100 * tally.worst, "%")
+
     if "simulate" in parts:
-        report.figure("simulate: sweeps over latency and bandwidth", tallies.simulate["atlas"].sweeps, "sweeps")
-        for name, tally in tallies.simulate.items():
-            report.figure(f"simulate, {name}: violations beyond 0.1 %", tally.violations, "sweeps", at_most=0)
-            report.figure(f"simulate, {name}: worst", 100 * tally.worst, "%")
-        atlas = tallies.simulate["atlas"]
-        report.figure("simulate: cases in which atlas is slower than another schedule", atlas.lost, "cases", at_most=0)
-        report.figure("simulate: atlas / fastest, worst", atlas.most_lost, "x")
-        report.figure("simulate: cases", atlas.cases, "cases")
+        atlas, name = tallies.simulate["atlas"], f"{prefix}simulate"
+        report.figure(f"{name}: sweeps", atlas.sweeps, "sweeps")
+        for schedule, tally in tallies.simulate.items():
+            one(f"{name}, {schedule}", tally)
+        report.figure(f"{name}: cases in which atlas is slower than another schedule", atlas.lost, "cases", at_most=0)
+        report.figure(f"{name}: atlas / fastest, worst", atlas.most_lost, "x")
+        report.figure(f"{name}: cases", atlas.cases, "cases")
     if "plan" in parts:
         for kind, tally in tallies.plan.items():
-            report.figure(f"plan: sweeps over {kind}", tally.sweeps, "sweeps")
-            report.figure(f"plan, {kind}: violations beyond 0.1 %", tally.violations, "sweeps", at_most=0)
-            report.figure(f"plan, {kind}: worst", 100 * tally.worst, "%")
-    return report.finish()
+            if tally.sweeps:
+                report.figure(f"{prefix}plan: sweeps over {kind}", tally.sweeps, "sweeps")
+                one(f"{prefix}plan, {kind}", tally)
 
 
 def part_of(number: int) -> str:
@@ -253,7 +292,7 @@ def swept(seed: int, number: int, part: str, wide: bool) -> dict[str, Any]:
     """In a process of its own: one sweep, as a line."""
     rng = generator(seed, number, part)
     if wide:
-        return {"sweep": number, "part": part, **sweep_wide(rng, part)}
+        return {"sweep": number, "part": part, "wide": True, **sweep_wide(rng, part)}
     return {"sweep": number, "part": part, **(sweep_plan(rng) if part == "plan" else sweep_simulate(rng))}
 
 
@@ -263,7 +302,7 @@ def show(seed: int, number: int, part: str) -> None:
     while True:
         with suppress(AtlasError):
             sweep = wide_sweep(rng, part)
-            _ = [simulated(job) for job in sweep.jobs()] if part == "simulate" else planned(sweep.jobs())
+            _ = accepted(simulated, sweep.jobs(), {}) if part == "simulate" else planned(sweep.jobs())
             break
     how = "simulate JOB --schedule all" if part == "simulate" else "plan JOB --batch '64 sequences'"
     print(f"# atlas {how}; {sweep.key} = {sweep.values}")
@@ -276,7 +315,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--first", type=int, default=0, help="number of the first sweep")
     parser.add_argument("--sweeps", type=int, default=300, help="how many, from the first on")
-    parser.add_argument("--quick", action="store_true", help="30 sweeps")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK} sweeps, and {QUICK_WIDE} with --wide")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--part", choices=("simulate", "plan"))
     parser.add_argument("--wide", action="store_true", help="jobs of every kind")
@@ -287,17 +326,23 @@ def main() -> int:
         show(args.seed, args.show, args.part or part_of(args.show))
         return 0
     report = Report("Monotone results (simulated)", "the same job with a better value of one key")
-    tallies, parts = Tallies(), [args.part] if args.part else ["simulate", "plan"]
+    parts = [args.part] if args.part else ["simulate", "plan"]
+    numbers = {args.wide: args.sweeps} if not args.quick else {False: QUICK, True: QUICK_WIDE}
+    tallies = {wide: Tallies() for wide in numbers}
     with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
         sweeps = [
-            pool.submit(swept, args.seed, number, args.part or part_of(number), args.wide)
-            for number in range(args.first, args.first + (30 if args.quick else args.sweeps))
+            pool.submit(swept, args.seed, number, args.part or part_of(number), wide)
+            for wide, num_sweeps in numbers.items()
+            for number in range(args.first, args.first + num_sweeps)
         ]
         for done in as_completed(sweeps):
             line = done.result()
-            line = add_planned(tallies.plan, line) if line["part"] == "plan" else add_simulated(tallies.simulate, line)
+            to = tallies["wide" in line]
+            line = add_planned(to.plan, line) if line["part"] == "plan" else add_simulated(to.simulate, line)
             print(json.dumps(line), flush=True)
-    return written(report, tallies, parts)
+    for wide, found in tallies.items():
+        write(report, found, parts, "wide jobs, " if wide else "")
+    return report.finish()
 
 
 if __name__ == "__main__":

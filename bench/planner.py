@@ -1,7 +1,7 @@
 """The planner: CPU time, and plans compared with an exhaustive search and the paper's Algorithm 1.
 
     python bench/planner.py                     about eight minutes
-    python bench/planner.py --part algorithm1   one part of it: speed, exhaustive or algorithm1
+    python bench/planner.py --part algorithm1   one part of it: speed, commands, exhaustive or algorithm1
     python bench/planner.py --quick             fewer clusters, no cold run
 
 CPU seconds are of a fresh process, including imports. "Cold" means an empty cache of compiled code, as on the first run
@@ -79,6 +79,8 @@ def ten() -> Job:
 
 
 JOBS = {"20x512": twenty, "10x32": ten}
+COMMANDS = (("simulate", "gpt-a", 2.0), ("simulate", "three-dcs", 4.0), ("plan", "three-dcs", 18.0))
+"""Commands on the examples, and the CPU seconds they may take."""
 
 
 def medium_job(seed: int) -> Job:
@@ -143,6 +145,18 @@ def speed(report: Report, quick: bool) -> None:
                 report.figure(f"plan {name}, CPU, cold", cold["cpu_s"], "s", at_most=at_most)
 
 
+def commands(report: Report) -> None:
+    """User CPU of the commands as a user starts them; the second of two runs, with warm caches."""
+    for command, job, bar in COMMANDS:
+        path = Path(__file__).parents[1] / "examples" / f"{job}.yaml"
+        for _ in range(2):
+            before_s = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+            words = [sys.executable, "-m", "atlas", command, str(path)]
+            subprocess.run(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True)
+            spent_s = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before_s
+        report.figure(f"atlas {command} {job}.yaml, CPU", spent_s, "s", at_most=bar)
+
+
 def against_exhaustive(report: Report, count: int) -> None:
     for minimise in ("throughput", "cost"):
         ratios, candidates = [], 0
@@ -196,6 +210,7 @@ def against_algorithm_1(report: Report, count: int) -> None:
 
 PARTS: dict[str, Callable[[Report, bool], None]] = {
     "speed": speed,
+    "commands": lambda report, quick: commands(report),
     "exhaustive": lambda report, quick: against_exhaustive(report, 10 if quick else 30),
     "algorithm1": lambda report, quick: against_algorithm_1(report, 10 if quick else 50),
 }

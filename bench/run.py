@@ -4,8 +4,9 @@
     python bench/run.py --list
 
 Most benches have two forms. The quick one takes seconds to five minutes and prints the same lines for fewer cases; the
-full one has the number of cases that the docs state. Without a flag every bench runs in its quick form, about an hour
-on two cores. `--quick` stops after 15 minutes, with the figures of the README first. `--full` takes hours.
+full one has the number of cases that the docs state. Without a flag every bench runs in its quick form, or in its only
+one: about an hour on two cores without a GPU, an hour and a half where every bench finds what it needs. `--quick` stops
+after 15 minutes, with the figures of the README first. `--full` takes hours.
 
 A bench prints one JSON line per figure (bench/common/report.py). This script collects the lines, shows which bars were
 missed and what could not be measured here, and checks that every line named in docs/claims.md was printed. The exit
@@ -40,7 +41,8 @@ ROOT = HERE.parent
 
 
 QUICK_S = 900.0
-"""`make bench-quick` starts no bench that would end later than this, by its expected time."""
+"""`make bench-quick` starts no bench that would end later than this, by its expected time, and cuts off one that is
+slower."""
 README = ("accuracy_a100", "accuracy_sailor", "testbed", "schedules", "wan", "gpu_fill")
 """The benches behind the figures of the README: the quick run starts with them."""
 
@@ -96,7 +98,7 @@ BENCHES: dict[str, Bench] = {
     "one_gpu": Bench(10, 120, ()),
     "optimum": Bench(15, 20),
     "plain_torch": Bench(10, 280, ()),
-    "planner": Bench(15, 90),
+    "planner": Bench(18, 140),
     "planner_geo": Bench(20, 20),
     "planner_sailor": Bench(6, 10),
     "regions": Bench(2, 5, ()),
@@ -235,11 +237,12 @@ def list_benches(measured_s: dict[str, float]) -> None:
         first = " ".join(summary.split()).split(". ")[0].rstrip(".:")
         found_s = measured_s.get(name, bench.measured_s)
         seconds = 30 * bench.minutes if found_s is None else found_s
-        total_s, known_s, quick_s = total_s + seconds, known_s + (found_s or 0.0), quick_s + bench.quick_s
+        total_s, known_s = total_s + seconds, known_s + (found_s or 0.0)
+        quick_s += seconds if bench.quick is None else bench.quick_s
         full = f"{'~' if found_s is None else ''}{seconds / 60:.1f} min"
         quick = "-" if bench.quick is None else f"{bench.quick_s:.0f} s"
         print(f"{name:<18} {full:>8} {quick:>6}  {first}")
-    print(f"all quick forms: {quick_s / 60:.0f} min")
+    print(f"all quick forms, and the benches that have one form: {quick_s / 60:.0f} min")
     print(f"all full forms: {total_s / 3600:.1f} h, of which {known_s / 3600:.1f} h were measured, the rest estimated")
 
 
@@ -250,7 +253,8 @@ def quick_order() -> list[str]:
 
 
 def run_all(names: list[str], full: bool, budget_s: float, out: ResultFile | None = None) -> list[Outcome]:
-    """Run benches in order. A quick form that would end after the budget is left out, and named."""
+    """Run benches in order. A quick form that would end after the budget is left out, a slower one is cut off at its
+    end, and both are named."""
     began, outcomes, left_out = time.monotonic(), list[Outcome](), list[str]()
     for number, name in enumerate(names, 1):
         if out is not None and name in out.known:
@@ -258,17 +262,22 @@ def run_all(names: list[str], full: bool, budget_s: float, out: ResultFile | Non
             outcomes.append(out.known[name])
             continue
         bench = BENCHES[name]
-        if not full and time.monotonic() - began + bench.quick_s > budget_s:
+        left_s = float("inf") if full else budget_s - (time.monotonic() - began)
+        if bench.quick_s > left_s:
             left_out.append(name)
             continue
         arguments = bench.arguments(full)
         print(f"[{number}/{len(names)}] bench/{name}.py {' '.join(arguments)}", flush=True)
-        outcomes.append(run(name, arguments, bench.limit_min(full)))
+        outcome = run(name, arguments, min(bench.limit_min(full), left_s / 60))
+        if outcome.status == -signal.SIGKILL and outcome.seconds >= left_s and not outcome.count(False):
+            left_out.append(name)
+            continue
+        outcomes.append(outcome)
         if out is not None:
             out.add(outcomes[-1])
     table(outcomes)
     if left_out:
-        print(f"left out, no time within {budget_s / 60:.0f} minutes: {', '.join(left_out)}")
+        print(f"left out or cut off, no time within {budget_s / 60:.0f} minutes: {', '.join(left_out)}")
     return outcomes
 
 
@@ -290,7 +299,7 @@ def main() -> int:
     names = args.only or (quick_order() if args.quick else list(BENCHES))
     out = None if args.out is None else ResultFile(args.out, args.resume, args.full)
     outcomes = run_all(names, args.full, QUICK_S if args.quick and not args.only else float("inf"), out)
-    silent = [] if args.quick else without_line(read_claims(ROOT / "docs" / "claims.md"), outcomes)
+    silent = without_line(read_claims(ROOT / "docs" / "claims.md"), outcomes)
     for claim in silent:
         print(f"docs/claims.md: bench/{claim.bench}.py printed no line {claim.line!r}")
     failed = [one.name for one in outcomes if one.status not in (OK, NOT_MEASURED)]

@@ -49,6 +49,8 @@ BARS = {"paced": 5.0, "cpu": 10.0}
 """Percent, by device."""
 SPEED_UPS = {"one": 15.0, "many": 1.4}
 """Of Atlas over the baselines, twelve workers, by network."""
+MEAN_BARS = (4.0, 2.5)
+"""Percent: of a few cases, and of twenty or more."""
 
 
 @dataclass(frozen=True)
@@ -233,6 +235,11 @@ def report(rows: list[Row]) -> int:
         figures.figure(f"{where}: prediction off by", 100 * abs(row.error), "%", at_most=BARS[row.device])
         if row.device == "cpu":
             figures.figure(f"{where}: overhead of an op, median", row.overhead_us, "us", at_most=300)
+    errors = [100 * row.error for row in rows if row.device == "paced" and not row.void]
+    if errors:
+        mean, bias = float(np.mean(np.abs(errors))), float(np.mean(errors))
+        figures.figure("all paced cases: mean error", mean, "%", at_most=MEAN_BARS[len(errors) >= 20])
+        figures.figure("all paced cases: bias", bias, "%")
     for workers in sorted({row.workers for row in rows}, reverse=True):
         speed_ups([row for row in rows if row.workers == workers and row.device == "paced"], figures)
     return figures.finish()

@@ -46,11 +46,14 @@ def main() -> int:
         return _installed(args.install)
     report = Report("Adapters against the real packages", "the same rollouts without a cache")
     measured = False
-    for package, check in (("skyrl_gym.envs.sql.env", sql_env), ("verl.tools.base_tool", verl_tool)):
+    for package, check, line in (
+        ("skyrl_gym.envs.sql.env", sql_env, "SkyRL-gym SQLEnv: rollouts whose observations or rewards differ"),
+        ("verl.tools.base_tool", verl_tool, "verl BaseTool: rollouts out of order or different"),
+    ):
         try:
             importlib.import_module(package)
         except ImportError as error:
-            report.void(package, str(error))
+            report.void(line, str(error))
             continue
         check(report)
         measured = True

@@ -117,7 +117,7 @@ def proxy_with_twelve_workers(lines: Lines, realtime: bool) -> None:
     else:
         lines.add(f"{kind}: late, p99", late_ms, "ms", "", None)
     if reason is not None:
-        lines.skip(kind, f"void: {reason}, in {TRIES} of {TRIES} tries")
+        lines.skip(f"{kind}: worst of 16 rates off", f"void: {reason}, in {TRIES} of {TRIES} tries")
         return
     lines.at_most(f"{kind}: median RTT off", run.rtt_error_s * 1e3, "ms", 1 + 0.02 * 2e3 * LATENCY_S)
     lines.at_most(f"{kind}: worst of 16 rates off", 100 * run.worst_rate_error, "%", 3)

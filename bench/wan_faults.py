@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
-from lab.lines import Lines
+from common.host import Others
+from lab.lines import OTHERS_CORES, Lines
 from lab.net import Lab, Move, both
 
 from atlas.errors import WorkerError
@@ -38,6 +39,7 @@ from atlas.wan.transport.settings import TransportSettings
 A, B, STRANGER = "dc1/a", "dc2/b", "dc3/x"
 MESSAGE_BYTES = 10_000_000
 SEALED_BYTES = 2 << 20
+FLOOD = "speed during the flood (500 Mbit/s, TLS)"
 MID_FLIGHT = 8
 """Receives posted ahead of the awaited one."""
 STALL_SHARE = 0.1
@@ -114,9 +116,9 @@ def broken_connections(lines: Lines, gigabytes: float, faults: int) -> None:
 
 
 def sealed(lines: Lines, count: int, certs: str) -> None:
-    """Encrypted, four streams, receives posted while earlier messages arrive: no stream may break, and the cost equals
-    that of the same messages with receives posted in advance."""
-    found = {ahead: [] for ahead in (MID_FLIGHT, count)}
+    """Encrypted, four streams, receives posted while earlier messages arrive: no stream may break, and the cost must be
+    close to that of the same messages with receives posted in advance."""
+    found, others = {ahead: [] for ahead in (MID_FLIGHT, count)}, Others()
     for seed in range(3):
         for ahead, runs in found.items():  # alternate, so that other load affects both alike
             runs.append(_sealed_run(count, certs, seed, ahead))
@@ -124,10 +126,15 @@ def sealed(lines: Lines, count: int, certs: str) -> None:
     name = f"sealed, 4 streams, {count} messages posted mid-flight"
     replaced, resent, hedged, wrong = (max(run[i] for run in found[MID_FLIGHT]) for i in range(4))
     lines.at_most(f"{name}: streams replaced, worst of 3 runs", replaced, "", 0)
-    lines.at_most(f"{name}: chunks resent, worst of 3 runs", resent, "", 0, hedged=hedged)
+    lines.at_most(f"{name}: chunks resent, worst of 3 runs", resent, "", 0)
+    lines.at_most(f"{name}: chunks hedged, worst of 3 runs", hedged, "", count // 200)
     lines.at_most(f"{name}: messages that were not what was sent", wrong, "", 0)
-    lines.at_least(f"{name}: throughput", mid[0] / before[0], "of before", 0.8, gbps=round(mid[0], 2))
-    lines.at_most(f"{name}: CPU per GB", mid[1] / before[1], "of before", 1.4, s_per_gb=round(mid[1], 2))
+    if (cores := others.cores) > OTHERS_CORES:
+        for cost in ("throughput", "CPU per GB"):
+            lines.skip(f"{name}: {cost}", f"other processes used {cores:.2f} cores, {OTHERS_CORES:g} allowed")
+        return
+    lines.at_least(f"{name}: throughput", mid[0] / before[0], "of before", 0.85, gbps=round(mid[0], 2))
+    lines.at_most(f"{name}: CPU per GB", mid[1] / before[1], "of before", 1.25, s_per_gb=round(mid[1], 2))
 
 
 def _sealed_run(count: int, certs: str, seed: int, ahead: int) -> tuple[float, ...]:
@@ -152,7 +159,7 @@ def garbage(lines: Lines, count: int, certs: str) -> None:
     near = PathSpec(latency_s=0.005, pair_bps=500e6)
     paths = {(A, B): PathSpec(latency_s=0.02, pair_bps=500e6), (STRANGER, B): near} if root else None
     if paths is None:
-        lines.skip("garbage connections", "needs root: on loopback the flood's own CPU time is all one measures")
+        lines.skip(FLOOD, "needs root: on loopback the flood's own CPU time is all one measures")
         return
     with Lab(paths, [A, B, STRANGER]) as lab:
         lab.open(certs)
@@ -174,7 +181,7 @@ def garbage(lines: Lines, count: int, certs: str) -> None:
         ratio = float(np.median(during)) / float(np.median(alone))
         flooded, replaced = x.flooded(), lab.nodes[A].stats(peer=B)["num_replaced"]
         lines.at_least("garbage connections refused while transfers run", flooded, "", 0.99 * count, replaced=replaced)
-        lines.at_least("speed during the flood (500 Mbit/s, TLS)", ratio, "of alone", 0.95)
+        lines.at_least(FLOOD, ratio, "of alone", 0.95)
 
 
 def certificates(lines: Lines, folder: Path) -> None:
@@ -227,7 +234,7 @@ def main() -> int:
         broken_connections(lines, args.gigabytes, args.faults)
         certificates(lines, folder)
         sealed(lines, args.sealed, name)
-        lines.attempt("garbage connections", lambda: garbage(lines, args.garbage, name), tries=2)
+        lines.attempt("garbage connections", lambda: garbage(lines, args.garbage, name), FLOOD, tries=2)
     return lines.table()
 
 

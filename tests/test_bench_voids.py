@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,11 +15,18 @@ sys.path.insert(0, str(BENCH))
 sys.path.insert(0, str(BENCH.parent / "tests" / "launch"))
 
 import faults  # noqa: E402
+import serve_slowdown  # noqa: E402
 import testbed  # noqa: E402
 import torch_pipelining  # noqa: E402
+import wan  # noqa: E402
+import wan_emulator  # noqa: E402
+import wan_faults  # noqa: E402
 import weather  # noqa: E402
+from common.claims import read_claims  # noqa: E402
 from common.report import MISSED, NOT_MEASURED, OK, Report  # noqa: E402
 from lab.lines import Lines  # noqa: E402
+
+from atlas.wan.emulator.lateness import EmulatorLateError  # noqa: E402
 
 LATE = "the emulator was 9.0 ms late"
 
@@ -138,3 +146,83 @@ def test_a_block_with_a_late_emulator_or_few_steps_does_not_count() -> None:
     found = span_of(run(1.0, ""), run(1.01, "late"), control=False, others_cores=0.0)
     assert (list(found.plain_s), found.num_late) == ([1.0], 1)
     assert found.ratio == pytest.approx(1.01)
+
+
+CLAIMS = read_claims(BENCH.parent / "docs" / "claims.md")
+
+
+def lines_of(bench: str, *parts: str) -> set[str]:
+    """The lines of its claims that contain one of `parts`."""
+    return {claim.line for claim in CLAIMS if claim.bench == bench and any(part in claim.line for part in parts)}
+
+
+def void_lines(rows: list[dict[str, object]], wanted: set[str]) -> set[str]:
+    """Of `wanted`, those that were reported as not measured."""
+    return {line for line in wanted if any(line in str(row["name"]) and "skipped" in row for row in rows)}
+
+
+def late(*_: object, **__: object) -> None:
+    raise EmulatorLateError("9.0 ms late")
+
+
+def test_void_runs_of_the_transport_name_the_lines_of_their_claims(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = Lines()
+    for name in ("two_nodes", "cells"):
+        monkeypatch.setattr(wan, name, late)
+    wan.far(lines, "", quick=True)
+    wan.cell(lines, quick=True)
+    wanted = lines_of("wan", "")
+    assert len(wanted) == 2
+    assert void_lines(lines.rows, wanted) == wanted
+
+
+def test_without_root_the_lines_of_claims_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = list[Lines]()
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    for module in (wan, weather):
+        monkeypatch.setattr(module, "Lines", lambda: found.append(Lines()) or found[-1])
+    monkeypatch.setattr(sys, "argv", ["wan.py", "--only", "far,cell"])
+    assert wan.main() == NOT_MEASURED
+    monkeypatch.setattr(sys, "argv", ["weather.py", "--part", "senders", "--part", "reactive"])
+    assert weather.main() == NOT_MEASURED
+    for bench, lines in zip(("wan", "weather"), found, strict=True):
+        assert void_lines(lines.rows, lines_of(bench, "")) == lines_of(bench, "")
+    lines = Lines()
+    wan_faults.garbage(lines, 10, "")
+    assert void_lines(lines.rows, {"speed during the flood"}) == lines_of("wan_faults", "flood")
+
+
+def test_void_runs_of_faults_emulator_and_weather_name_the_lines_of_their_claims(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lines = Lines()
+    monkeypatch.setattr(wan_faults, "garbage", late)
+    for part in ("broken_connections", "certificates", "sealed"):
+        monkeypatch.setattr(wan_faults, part, lambda *_: None)
+    monkeypatch.setattr(wan_faults, "Lines", lambda: lines)
+    monkeypatch.setattr(sys, "argv", ["wan_faults.py", "--quick"])
+    assert wan_faults.main() == NOT_MEASURED
+    assert void_lines(lines.rows, lines_of("wan_faults", "flood")) == {"speed during the flood"}
+    behind = SimpleNamespace(reason=lambda: "9.0 ms late", p99_s=0.009, worst_s=0.009)
+    monkeypatch.setattr(wan_emulator, "proxy_run", lambda _: SimpleNamespace(late=behind, priority="nice"))
+    wan_emulator.proxy_with_twelve_workers(lines, realtime=True)
+    assert void_lines(lines.rows, lines_of("wan_emulator", "")) == {"worst of 16 rates off"}
+    weather.verdict(lines, [{"part": part, "figures": None} for part in ("senders", "reactive")])
+    assert void_lines(lines.rows, lines_of("weather", "")) == lines_of("weather", "")
+
+
+def test_a_noisy_run_of_serving_beside_training_is_void_and_a_slow_one_misses(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def judged(alone: list[float], loaded: list[float]) -> Report:
+        serve_slowdown.judge(report := Report("", ""), "512 tokens", alone, loaded)
+        return report
+
+    quiet = [1.0, 1.001, 0.999, 1.0] * 10
+    assert [row["ok"] for row in judged(quiet, quiet).rows] == [True, True]
+    assert [row["ok"] for row in judged(quiet, [1.02 * s for s in quiet]).rows] == [False, False]
+    noisy = judged(quiet, [0.8, 1.0, 1.1, 1.3] * 10)
+    assert noisy.finish() == NOT_MEASURED
+    assert void_lines(noisy.rows, lines_of("serve_slowdown", "512")) == lines_of("serve_slowdown", "512")
+    rare = judged(quiet, [*quiet[:38], 1.2, 1.2])
+    assert [row["name"] for row in rare.rows if "skipped" in row] == ["512 tokens: mean iteration longer by"]

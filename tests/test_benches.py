@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,9 @@ from run import (  # noqa: E402
     run_all,
     without_line,
 )
+from run import main as run_benches  # noqa: E402
+
+from atlas.errors import InfeasibleError  # noqa: E402
 
 SCRIPTS = sorted(path.stem for path in BENCH.glob("*.py") if path.stem != "run")
 
@@ -87,6 +91,33 @@ def test_a_bench_that_would_end_after_the_budget_is_left_out(capsys: pytest.Capt
     assert "left out" in capsys.readouterr().out
 
 
+def test_a_bench_that_is_slower_than_the_budget_is_cut_off(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    limits_s = list[float]()
+
+    def slow(name: str, arguments: tuple[str, ...], minutes: float) -> Outcome:
+        limits_s.append(60 * minutes)
+        return Outcome(name, -signal.SIGKILL, 60 * minutes + 0.1)
+
+    monkeypatch.setattr("run.run", slow)
+    assert run_all(["accuracy_a100"], full=False, budget_s=20.0) == []
+    assert limits_s[0] == pytest.approx(20.0, abs=1.0)
+    assert "left out or cut off, no time within 0 minutes: accuracy_a100" in capsys.readouterr().out
+    (failed,) = run_all(["accuracy_a100"], full=False, budget_s=600.0)
+    assert limits_s[1] == 60.0, "its own limit"
+    assert failed.verdict == "FAILED (-9)"
+
+
+def test_quick_run_names_claims_without_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("run.run", lambda name, *_: Outcome(name, OK, 1.0, [{"name": "other", "ok": True}]))
+    monkeypatch.setattr(sys, "argv", ["run.py", "--quick", "--only", "engine"])
+    assert run_benches() == 1
+    assert "bench/engine.py printed no line 'compiled engine'" in capsys.readouterr().out
+
+
 def test_an_interrupted_run_continues_with_the_next_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kept = ResultFile(tmp_path / "bench.jsonl", resume=True, full=False)
     kept.add(Outcome("wan", 0, 60.0, [{"name": "a line", "ok": True}]))
@@ -115,6 +146,48 @@ def test_every_claim_names_a_bench() -> None:
     assert {claim.bench for claim in claims} <= set(SCRIPTS)
 
 
+FIGURES = {
+    "Megatron runs on A100": "accuracy_a100",
+    "runs on GH200": "accuracy_sailor",
+    "runs on mixed GPU types": "accuracy_sailor",
+    "our own emulated runs": "testbed",
+    "speed of Atlas relative to Varuna": "schedules",
+    "throughput of the transport": "wan",
+    "prefill while training waits": "gpu_fill",
+}
+"""By the beginning of a row of the README's tables of figures: its bench."""
+
+
+def test_every_figure_of_the_readme_has_a_claim() -> None:
+    text = (ROOT / "README.md").read_text().partition("\n## Figures\n")[2].partition("\n## ")[0]
+    first = [line.strip("| ").split(" | ")[0] for line in text.splitlines() if line.startswith("| ")]
+    rows = [cell for cell in first if cell not in ("compared with", "what")]
+    assert len(rows) == len(FIGURES)
+    for row, begins in zip(rows, FIGURES, strict=True):
+        assert row.startswith(begins)
+    claimed = {claim.bench for claim in read_claims(ROOT / "docs" / "claims.md")}
+    assert set(FIGURES.values()) <= claimed
+    assert set(FIGURES.values()) == set(README), "the quick run starts with these"
+
+
+def test_a_better_value_that_is_refused_violates_a_sweep() -> None:
+    from monotone import Tally, accepted
+
+    tally, refused = Tally(), float("inf")
+    for better_first in ([1.0, 2.0], [1.0, refused], [refused, 2.0], [2.0, 1.0, refused]):
+        tally.add(better_first)
+    assert (tally.sweeps, tally.violations, tally.refused, tally.worst) == (4, 2, 1, 1.0)
+
+    def seconds(value: float) -> float:
+        if value > 2:
+            raise InfeasibleError(where="job", key="pp", rule="too many", remedy="Use fewer")
+        return value
+
+    assert accepted(seconds, [lambda: 3.0, lambda: 1.0], refused) == [refused, 1.0]
+    with pytest.raises(InfeasibleError):
+        accepted(seconds, [lambda: 3.0, lambda: 4.0], refused)
+
+
 def test_claim_without_a_line_is_found() -> None:
     claims = read_claims(ROOT / "docs" / "claims.md")
     assert without_line(claims[:1], [Outcome(claims[0].bench, OK, 1.0, [])]) == claims[:1]
@@ -140,3 +213,11 @@ def test_bench_without_a_gpu_is_not_measured() -> None:
         pytest.skip("this host has a GPU")
     for name in ("gpu_fill", "calibrate_gpu"):
         assert run(name, BENCHES[name].arguments(full=False), 1.0).status == NOT_MEASURED
+
+
+def test_calibration_runs_through_on_a_cpu() -> None:
+    """Without bars: only a GPU has the constants."""
+    pytest.importorskip("torch")
+    found = run("calibrate_gpu", ("--device", "cpu", "--gpu", "H200", "--shapes", "1", "--repeats", "1"), 3.0)
+    assert found.status == OK
+    assert [line["ok"] for line in found.lines] == [None] * 3

@@ -8,6 +8,7 @@ Knows files and keys; runs nothing.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import combinations, groupby
 from typing import Any
@@ -18,7 +19,8 @@ from atlas.cost.arrange import arrange
 from atlas.spec import Job, parse_job
 
 Data = dict[str, Any]
-LATENCIES, RATES = (1, 2, 5, 10, 20, 30, 40, 60, 100, 200), (0.5, 1, 2, 4, 5, 6, 8, 10, 20, 50)
+LATENCIES = (0.1, 0.2, 0.5, 1, 2, 3, 5, 10, 20, 30, 40, 60, 100, 200)
+RATES = (0.5, 1, 2, 4, 5, 6, 8, 10, 20, 50)
 NODES, NETWORKS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24), (25, 50, 100, 200, 400, 800, 1600)
 MEMORIES = (12, 16, 20, 24, 32, 40, 48, 64, 72)
 FACTORS = (0.1, 0.25, 0.5, 0.8, 1, 1.25, 2, 4)
@@ -58,8 +60,9 @@ class WideSweep:
             cluster["links"][int(path[2])][path[-1]] = value
         return data
 
-    def jobs(self) -> list[Job]:
-        return [parse_job(self.data_at(value)) for value in self.values]
+    def jobs(self) -> list[Callable[[], Job]]:
+        """Makers of its jobs: one may be infeasible."""
+        return [lambda value=value: parse_job(self.data_at(value)) for value in self.values]  # type: ignore[misc]
 
     @property
     def words(self) -> str:

@@ -48,9 +48,10 @@ class Lines:
         self.rows.append(row)
         print(json.dumps(row), flush=True)
 
-    def attempt(self, name: str, measure: Callable[[], None], tries: int = TRIES) -> bool:
-        """Repeat a run in which the emulator was late or the host busy, at most `tries` times; then it is void. Any
-        other failure ends the bench. True if it was measured."""
+    def attempt(self, name: str, measure: Callable[[], None], *prints: str, tries: int = TRIES) -> bool:
+        """Repeat a run in which the emulator was late or the host busy, at most `tries` times; then it is void, and so
+        are the lines that it `prints` (those of docs/claims.md are named). Any other failure ends the bench. True if it
+        was measured."""
         for left in reversed(range(tries)):
             try:
                 measure()
@@ -58,7 +59,8 @@ class Lines:
             except (EmulatorLateError, HostBusyError) as error:
                 print(f"# {name}: {error}", flush=True)
                 if not left:
-                    self.skip(name, f"void in {tries} of {tries} tries: {error}")
+                    for line in prints or (name,):
+                        self.skip(line, f"void in {tries} of {tries} tries: {error}")
         return False
 
     def table(self) -> int:
