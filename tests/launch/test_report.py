@@ -164,7 +164,7 @@ RUN = """
 import os, sys, time
 from dataclasses import replace
 from pathlib import Path
-sys.path.insert(0, sys.argv[2])
+sys.path[:0] = [sys.argv[2], str(Path(sys.argv[2]).parent)]
 from view_samples import job
 from atlas.launch.report import ReportChoice, RunReport
 timeline = job()
