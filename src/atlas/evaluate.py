@@ -382,7 +382,7 @@ def _require_feasible_size(job: Job, layout: Layout, iterations: int) -> None:
             where=job.where,
             key="num_microbatches",
             value=job.num_microbatches,
-            rule=f"x {layout.num_stages} stages x {layout.num_pipelines} pipelines are about {num_events:,} events, "
-            f"more than the {MAX_EVENTS:,} that fit in memory",
+            rule=f"with {layout.num_stages} stages and {layout.num_pipelines} pipelines, these are about "
+            f"{num_events:,} events, more than the {MAX_EVENTS:,} that fit in memory",
             remedy="Use fewer microbatches, stages, pipelines_per_cell or --iterations; cells do not count",
         )

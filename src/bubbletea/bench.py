@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.error import URLError
+from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
@@ -244,6 +244,10 @@ def _served_model(url: str, key: str) -> str:
         request = Request(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"} if key else {})
         with urlopen(request, timeout=10) as response:
             return str(json.load(response)["data"][0]["id"])
+    except HTTPError as error:
+        raise AtlasError(
+            f"{url}/v1/models: HTTP status {error.code}. Check the address; if the service needs a key, give --key-file"
+        ) from None
     except (URLError, OSError, ValueError, KeyError, IndexError) as error:
         why = getattr(error, "reason", error)
         why = getattr(why, "strerror", None) or why

@@ -96,7 +96,10 @@ def unpack_block(frame: WireFrame, *, model: str | None = None) -> KvBlock:
         raise WorkerError(f"keys and values of model {given}, this side runs {model}: serve the same model on both")
     right = len(shape) == 4 and shape[0] == 2 and shape[2] == stop - start > 0 and min(shape) > 0 <= min(start, layer)
     if not right or math.prod(shape) * dtype.itemsize != len(frame.payload):
-        raise WorkerError(f"a block of shape {shape} for tokens {start} to {stop} in {len(frame.payload)} bytes")
+        raise WorkerError(
+            f"the shape {shape} of a block does not match its layer {layer}, its tokens {start} to {stop} or its "
+            f"{len(frame.payload)} bytes of {fields['dtype']}"
+        )
     if checksums_of(frame.payload, 2 * shape[1]) != stated:
         raise WorkerError(f"keys and values of layer {layer}, tokens {start} to {stop}, were damaged on the way")
     data = bytearray(frame.payload) if memoryview(frame.payload).readonly else frame.payload

@@ -36,7 +36,7 @@ class CacheMetrics:
             "tvcache_conflicts", "Values that arrived twice and differed: the first was kept", lambda: log.conflicts
         )
         self._gauge("tvcache_merged", "Values that came from other sites", lambda: log.merged)
-        self._gauge("tvcache_peers_down", "Other sites that do not answer", lambda: len(server.peers.down))
+        self._gauge("tvcache_peers_down", "Other sites whose values cannot be read", lambda: len(server.peers.down))
 
     def _gauge(self, name: str, text: str, value: object) -> None:
         Gauge(name, text, registry=self.registry).set_function(value)  # type: ignore[arg-type]

@@ -50,12 +50,12 @@ class Peers:
             except (OSError, http.client.HTTPException, ValueError, TvcacheError) as error:
                 if endpoint.url not in self.down:
                     self.down.add(endpoint.url)
-                    LOG.warning("tvcache: site %s does not answer (%s): trying again", endpoint.url, words_of(error))
+                    LOG.warning("tvcache: site %s cannot be read (%s): trying again", endpoint.url, words_of(error))
                 self._stopping.wait(RETRY_S)
             else:
                 if endpoint.url in self.down:
                     self.down.discard(endpoint.url)
-                    LOG.warning("tvcache: site %s answers again", endpoint.url)
+                    LOG.warning("tvcache: site %s is read again", endpoint.url)
         endpoint.close()
 
     def _read(self, endpoint: HttpEndpoint, log_id: str, after: int) -> tuple[str, int]:

@@ -131,6 +131,8 @@ def windows(waits_s: Sequence[Sequence[float]], think_s: float, at_once: int) ->
         if end <= last_s and end > begin:
             found.append((begin - at_s, end - begin))
             at_s = end
+    if not found and not any(map(any, waits_s)):
+        raise TvcacheError("all calls take 0 s, so the accelerator never waits for a tool: give --seconds LOW..HIGH")
     if not found:
         raise TvcacheError(
             f"{at_once} rollouts at once never wait all together, so the accelerator is never idle: lower --at-once"

@@ -252,7 +252,7 @@ class CacheServer:
         if self._allowed(request.headers.get("host", ""), request.headers.get("authorization", "")):
             return None
         if self.token:
-            return _error(401, "this server needs a token: give it with --token-file or $TVCACHE_TOKEN")
+            return _error(401, "no token, or a wrong one: give this server's with --token-file or $TVCACHE_TOKEN")
         return _error(421, f"a server without a token answers only to {', '.join(LOCAL_HOSTS)}")
 
     def _allowed(self, host: str, authorization: str) -> bool:

@@ -71,7 +71,7 @@ def test_a_port_in_use(job_file: str, capsys: pytest.CaptureFixture[str]) -> Non
     ("flags", "says"),
     [
         (["--rendezvous", "nowhere"], "must be HOST:PORT"),
-        (["--node", "2/2"], "I must be below N"),
+        (["--node", "2/2"], "must be two whole numbers, I below N"),
         (["--certs", "/no/such/folder"], "Make certificates with `atlas wan certs`"),
         (["--emulate"], "--dc NAME"),
     ],
@@ -141,7 +141,7 @@ def test_launchers_of_one_datacenter_must_agree_on_their_number() -> None:
         )
 
     first = call(0, 2)
-    with pytest.raises(AtlasError, match=r"refused west \(2 of 3\): .* as one of 2: give --node I/N with the same N"):
+    with pytest.raises(AtlasError, match=r"refused west/1: .* as one of 2: give --node I/N with the same N"):
         call(1, 3)
     first.close()
     deadline = time.monotonic() + 60

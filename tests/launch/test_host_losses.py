@@ -91,7 +91,7 @@ def test_a_spare_takes_the_place_of_a_lost_host_with_the_same_weights(
     )
     (line,) = [line for line in run.said if "A spare takes its place" in line]
     assert re.fullmatch(
-        r"host east \(2 of 2\) is lost: out of reach for \d+ s\. A spare takes its place: [\d.]+ s an iteration, as "
+        r"host east/1 is lost: out of reach for \d+ s\. A spare takes its place: [\d.]+ s an iteration, as "
         r"before \(simulated\)",
         line,
     )
@@ -136,11 +136,11 @@ def test_fewer_pipelines_go_on_and_the_run_grows_back_when_the_host_returns(
     thread.join(LIMIT_S)
     assert run.codes["coordinator"] == 0, (run.errors, run.said)
     assert returned[0].codes == {"east 1/2": 0}, returned[0].errors
-    lost = [line for line in run.said if line.startswith("host east (2 of 2) is lost: out of reach for 0.5 s. 1 of 2")]
+    lost = [line for line in run.said if line.startswith("host east/1 is lost: out of reach for 0.5 s. 1 of 2")]
     assert len(lost) == 1, run.said
     assert "1 of 2 pipelines continues, with 8 microbatches in place of 4" in lost[0]
     assert "(simulated)" in lost[0]
-    back = [line for line in run.said if line.startswith("host east (2 of 2) is back: all hosts are connected")]
+    back = [line for line in run.said if line.startswith("host east/1 is back: all hosts are connected")]
     assert len(back) == 1, run.said
     require_losses_of(run, NUM_STEPS)
     assert all(abs(loss - alone[n]) <= 1e-5 * loss for n, loss in run.losses.items()), (run.losses, alone)

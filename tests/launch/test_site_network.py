@@ -134,6 +134,7 @@ def test_a_wildcard_is_sent_to_mates_as_the_outgoing_address() -> None:
         (["--ports", "7700-7709"], "the rendezvous has port 7700"),
         (["--reach", "west"], "must be NAME=HOST"),
         (["--reach", "moon=10.8.0.1"], "the plan has no such datacenter; it has east, west"),
+        (["--reach", "west/x=10.8.0.1"], "'x' is not the number of a host"),
         (["--reach", "west=no.such.name.invalid"], "does not resolve"),
     ],
 )

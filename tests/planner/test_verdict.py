@@ -13,7 +13,7 @@ from plan_jobs import job_of, random_job
 from atlas.api import PlanSearch, plan
 from atlas.errors import AtlasError, SpecError
 from atlas.planner import breakeven
-from atlas.planner.breakeven import break_even, changed_links
+from atlas.planner.breakeven import BreakEven, break_even, changed_links
 from atlas.planner.families import Families, find_families
 from atlas.planner.objective import Objective
 from atlas.planner.report import distinct, rows
@@ -118,6 +118,13 @@ def test_a_break_even_without_time_to_narrow_it_down_is_a_range(
     assert found is not None, answer.text
     low, high = (float(one.replace(",", "")) for one in found.groups())
     assert low < exact < high
+
+
+def test_the_verdict_says_nothing_of_a_bandwidth_that_was_not_found(slow: Families) -> None:
+    never = BreakEven("bandwidth", None, "bandwidth: no change up to 1,280 Gbit/s per node pair (now 5).")
+    assert "more bandwidth would not change that" in headline(slow, [never])
+    late = BreakEven("bandwidth", None, f"bandwidth: {breakeven.NOT_FOUND} within 13 s of CPU time.")
+    assert "bandwidth" not in headline(slow, [late])
 
 
 def test_kinds_of_plans_that_lose_with_the_best_links_are_not_planned_again(

@@ -20,8 +20,8 @@ def test_csv_and_json_say_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "at least one row"),
-        ("time_s,rate\n", "at least one row"),
+        ("", "list of 1 to 1,000,000 rows"),
+        ("time_s,rate\n", "list of 1 to 1,000,000 rows"),
         ("time_s,rate\n1,1\n", "first row must be at time 0"),
         ("time_s,rate\n0,1\n5,1\n5,1\n", "must be after 5.0, the row before"),
         ("time_s,rate\n0,0\n", "row 0.rate"),

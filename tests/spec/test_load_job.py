@@ -293,7 +293,13 @@ def test_a_syntax_error_names_its_line(tmp_path: Path) -> None:
 
 def test_bases_in_a_circle_are_cut(tmp_path: Path) -> None:
     write(tmp_path, "base: job.yaml", "other.yaml")
-    assert "circle" in message(write(tmp_path, "base: other.yaml"))
+    assert "form a cycle" in message(write(tmp_path, "base: other.yaml"))
+
+
+def test_a_long_row_of_bases_is_refused_and_is_no_cycle(tmp_path: Path) -> None:
+    for k in range(12):
+        write(tmp_path, f"base: base{k + 1}.yaml", f"base{k}.yaml")
+    assert "more than 8 base files in a row" in message(tmp_path / "base0.yaml")
 
 
 # ---- Hugging Face configs ----------------------------------------------------------------------------------

@@ -149,6 +149,7 @@ def test_quantiles_are_of_the_values() -> None:
         (["--at-once", "0"], "whole number from 1"),
         (["--think", "nan"], "not a number"),
         (["--waits", "w.json"], "has no seconds of calls"),
+        (["--waits", "w.json", "--seconds", "0..0"], "all calls take 0 s"),
         (["--sekonds", "2..3"], "Did you mean --seconds"),
     ],
 )

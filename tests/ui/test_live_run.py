@@ -86,7 +86,7 @@ def test_what_the_coordinator_says_is_in_the_event_log_and_a_loss_is_a_warning(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_facts(tmp_path, PageFacts("tiny"), load_job(TINY))
-    lost = "host east (2 of 2) is lost: out of reach for 5 s. A spare takes its place: 1.2 s an iteration"
+    lost = "host east/1 is lost: out of reach for 5 s. A spare takes its place: 1.2 s an iteration"
     said = [lost, "attempt 2 begins, from step 4", "west alone; continuing with that"]
     with RunReport(ReportChoice(bar=False, page=paths_of(tmp_path)), 2) as report:
         for line in said:

@@ -139,7 +139,7 @@ def test_the_page_of_another_host_is_shown_here(page: ServedPage) -> None:
     ("words", "error"),
     [
         (["ui", "nowhere"], "there is no such file or folder"),
-        (["ui", "http://127.0.0.1:9"], "no page answers there"),
+        (["ui", "http://127.0.0.1:9"], "no page of a run there"),
         (["ui", "http://"], "not the address of a page"),
         (["ui", "examples/tiny.yaml", "--at", "x:y"], "must be PORT or HOST:PORT"),
         (["ui", "examples/tiny.yaml", "--at", "127.0.0.1:99999"], "a port up to 65535"),

@@ -35,7 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="CLOUD:REGION=COUNTxGPU",
         help="GPUs in a region, such as aws:us-east-1=64xH100; append @2.5 for your own hourly price",
     )
-    add("--batch", metavar="SIZE", help="batch of one iteration: tokens (1M) or sequences ('512 sequences')")
+    add("--batch", metavar="SIZE", help="batch of one iteration: tokens (1M: 2^20) or sequences ('512 sequences')")
     add("--seq", type=whole(1, 10**8), metavar="N", help="tokens of one sequence (default: the model's, at most 8192)")
     add("--out", type=Path, default=Path("job.yaml"), metavar="FILE", help="the job file")
     add("--force", action="store_true", help="replace the file if there is one")
@@ -90,7 +90,7 @@ def _ask(args: argparse.Namespace) -> None:
             args.dc.append(text)
     if not args.batch:
         length = model(args.model, args.seq).seq_len
-        question = "Batch of one iteration (tokens such as 1M, or '512 sequences'): "
+        question = "Batch of one iteration (tokens such as 1M, which is 2^20, or '512 sequences'): "
         args.batch = _answer(question, lambda text: batch_sequences(text, length, where="batch"))
 
 

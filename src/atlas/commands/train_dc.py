@@ -173,5 +173,11 @@ def agent_name(
         return AgentName(datacenter), None
     part, _, count = node.partition("/")
     if not (part.isdecimal() and count.isdecimal() and int(part) < int(count)):
-        raise SpecError(where="--node", key="I/N", value=node, rule="I must be below N", remedy="Write 0/2, or 1/2")
+        raise SpecError(
+            where="--node",
+            key="I/N",
+            value=node,
+            rule="must be two whole numbers, I below N",
+            remedy="Write 0/2, or 1/2",
+        )
     return AgentName(datacenter, int(part), int(count)), None

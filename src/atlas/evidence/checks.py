@@ -122,7 +122,7 @@ def _steps(ranks: Sequence[RankFigures]) -> list[str]:
     fewest = min(counts)
     kept = fewest - 2 if fewest > 2 else fewest
     if kept < MIN_STEPS:
-        which = "all but the first and the last" if fewest > 2 else "the first, a warm-up step, too"
+        which = "all but the first and the last" if fewest > 2 else "including the first, a warm-up step"
         found.append(f"steps: {kept} are counted ({which}); CCL-Bench asks for at least {MIN_STEPS}")
     return found
 

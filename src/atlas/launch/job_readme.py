@@ -78,7 +78,7 @@ def _coordinator(address: str | None, first: str, *, certs: bool) -> str:
     command = f"atlas coordinator plan.yaml --listen {address} --state state --recipe recipe.yaml"
     command += " --certs certs" if certs else ""
     return (
-        "First start the coordinator, on the machine with that address. If it ends, start the same command again:\n\n"
+        f"Start the coordinator too, on the machine with the address {address}. If it ends, start it again:\n\n"
         f"```sh\n{command}\n```"
     )
 

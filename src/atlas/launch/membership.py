@@ -83,7 +83,7 @@ class Membership:
         return AgentName(*place, self.num_hosts.get(place[0], 1))
 
     def in_words(self, places: frozenset[HostPlace]) -> str:
-        """`datacenter west`, if all of it is lost, or `host east (2 of 4)`."""
+        """`datacenter west`, if all of it is lost, or `host east/1`."""
         words = []
         for dc in dict.fromkeys(dc for dc, _ in sorted(places)):
             mine = sorted(place for place in places if place[0] == dc)

@@ -143,10 +143,15 @@ def _relayed(program: Program, pipeline: int, boundary: int) -> tuple[str, ...]:
 def require_emulable(program: Program, costs: Costs) -> None:
     """Raise if the emulator cannot reproduce the Costs."""
     for link in costs.links:
-        if (link.trace is not None and link.weather is None) or link.servers != 1:
+        if link.trace is not None and link.weather is None:
             raise ProgramError(
-                f"program {program.name!r}: link {link.name!r} varies over time or serves several transfers at once at "
-                "full rate, which is simulated but not emulated: give it a steady rate"
+                f"program {program.name!r}: link {link.name!r} varies over time by a `trace`, which is simulated but "
+                "not emulated: leave `trace` out, or give the link a `model`"
+            )
+        if link.servers != 1:
+            raise ProgramError(
+                f"program {program.name!r}: link {link.name!r} serves {link.servers} transfers at once, each at full "
+                "rate, which is simulated but not emulated: use servers=1"
             )
     turns = any(link.policy == TURNS for link in costs.links)
     if turns != (program.sharing and bool(program.boundary_crosses.any())):

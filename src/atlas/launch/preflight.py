@@ -132,8 +132,11 @@ def require_memory(needs: Sequence[WorkerNeed], device: str, *, tp: int = 1, bes
         users = [need.on_device for need in (*needs, *beside)]
         shared = ":" in device  # one GPU for all of them
         most = (sum(users) if shared else max(users, default=0)) // tp
-        _require(most, smallest_gpu_bytes(), f"of {device} for {len(users)} worker(s)" if shared else "of a GPU here")
-    _require(host_bytes(needs, device), free_bytes(), f"free on this host, for {len(needs)} worker(s)")
+        where = f"of {device} for {len(users)} worker(s)" if shared else "of a GPU here"
+        _require("weights, gradients, optimizer state and activations", most, smallest_gpu_bytes(), where)
+    _require(
+        _on_host(device), host_bytes(needs, device), free_bytes(), f"free on this host, for {len(needs)} worker(s)"
+    )
 
 
 def host_bytes(needs: Sequence[WorkerNeed], device: str) -> int:
@@ -168,15 +171,22 @@ def require_memory_together(launchers: Sequence[LauncherMemory]) -> None:
             # The highest: workers of an earlier attempt may have been ending when the others looked.
             free = max((mate.free_bytes for mate in mates if mate.free_bytes is not None), default=None)
             names = ", ".join(sorted(mate.name for mate in mates))  # they register in any order
-            _require(need, free, f"free on the host of {names}, for {sum(len(m.needs) for m in mates)} workers")
+            where = f"free on the host of {names}, for {sum(len(m.needs) for m in mates)} workers"
+            _require(_on_host(mates[0].device), need, free, where)
 
 
-def _require(need: int, there: int | None, what: str) -> None:
+def _on_host(device: str) -> str:
+    """What takes memory of the host."""
+    if device.startswith("cuda"):
+        return "worker processes, and their copies for saves and gradient sums,"
+    return "weights, gradients, optimizer state, activations and copies for saves"
+
+
+def _require(what: str, need: int, there: int | None, where: str) -> None:
     if there is not None and need > there:
         raise AtlasError(
-            f"the model does not fit: weights, gradients, optimizer state, activations and copies for saves take "
-            f"{need / GIB:.1f} GiB, and there are {there / GIB:.1f} GiB {what}. Plan with more stages or more hosts, "
-            "set zero: 1 or recompute: true, or train a smaller model"
+            f"the model does not fit: {what} take {need / GIB:.1f} GiB, and there are {there / GIB:.1f} GiB {where}. "
+            "Plan with more stages or more hosts, set zero: 1 or recompute: true, or train a smaller model"
         )
 
 

@@ -70,7 +70,7 @@ class AgentName(NamedTuple):
     def __str__(self) -> str:
         if self.is_spare:
             return f"a spare of {self.datacenter}"
-        return self.datacenter if self.num_parts == 1 else f"{self.datacenter} ({self.part + 1} of {self.num_parts})"
+        return self.datacenter if self.num_parts == 1 else f"{self.datacenter}/{self.part}"  # counted as by --node
 
 
 COORDINATOR = AgentName("coordinator")

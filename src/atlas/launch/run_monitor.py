@@ -355,5 +355,8 @@ class _StallWatch:
         words = [f"no step for {limit_s:.0f} s"]
         if silent:
             words.append(f"{' and '.join(silent)} {'does' if len(silent) == 1 else 'do'} not answer")
-        words += [what for what in self._answers.values() if what][:3] or ["no worker waits for a peer: all compute"]
+        waits = [what for what in self._answers.values() if what][:3]
+        if not waits and not silent:
+            waits = ["no worker waits for a peer: all compute"]
+        words += waits
         self._monitor.say("; ".join(words))

@@ -88,10 +88,15 @@ class SiteNetwork:
                 raise AtlasError(f"--advertise {self.advertise}: others cannot dial that. Give one address, or none")
         for peer, host in self.reach.items():
             datacenter, slash, number = peer.partition("/")
-            if datacenter not in datacenters or (slash and not number.isdecimal()):
+            if datacenter not in datacenters:
                 raise AtlasError(
                     f"--reach {peer}={host}: the plan has no such datacenter; it has {', '.join(datacenters)}. Write "
                     "NAME=HOST, or NAME/NUMBER=HOST for one host of several"
+                )
+            if slash and not number.isdecimal():
+                raise AtlasError(
+                    f"--reach {peer}={host}: {number!r} is not the number of a host. Write {datacenter}/0={host} for "
+                    f"the first host, or {datacenter}={host} for all"
                 )
             if host != NONE:
                 require_name_resolves(f"--reach {peer}={host}: it", host)

@@ -29,6 +29,8 @@ MOST_NODES = 64.0
 CPU_LIMIT_S = 13.0
 """CPU time of all searches together. A question whose share of it is used up is answered by a range."""
 
+NOT_FOUND = "not found"
+
 
 @dataclass(frozen=True)
 class BreakEven:
@@ -40,6 +42,11 @@ class BreakEven:
     """The value at which the verdict changes. None: it does not change, or the value was not found."""
     text: str
     """The answer as a sentence."""
+
+    @property
+    def is_known(self) -> bool:
+        """False where no answer was found in time."""
+        return NOT_FOUND not in self.text
 
 
 ACROSS = ("pipeline", "data")
@@ -138,7 +145,7 @@ def break_even(
         try:
             found.append(questions[what](comparison, wins))
         except TimeoutError:
-            found.append(BreakEven(what, None, f"{what}: not found within {CPU_LIMIT_S:g} s of CPU time."))
+            found.append(BreakEven(what, None, f"{what}: {NOT_FOUND} within {CPU_LIMIT_S:g} s of CPU time."))
         except KeyboardInterrupt:
             break
     return found

@@ -109,7 +109,11 @@ def _without(job: Job, name: str) -> Job:
     links = None if cluster.links is None else tuple(link for link in cluster.links if name not in link.between)
     if not left:
         raise InfeasibleError(
-            where=job.where, key="lose", value=name, rule="it is the only datacenter", remedy="Name another datacenter"
+            where=job.where,
+            key="lose",
+            value=name,
+            rule="it is the only datacenter",
+            remedy="Leave out lose, or add a datacenter to the job",
         )
     kept = None if job.placement is None else tuple(place for place in job.placement if place.dc != name)
     placement = kept if kept and job.placement is not None and len(kept) == len(job.placement) else None

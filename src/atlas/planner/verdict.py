@@ -73,7 +73,7 @@ def _not_worth(
     edge = next((one for one in answers if one.what == "bandwidth" and one.value is not None), None)
     if edge is not None and edge.value is not None:
         text += f"; it would be worth it from {edge.value:.2g} Gbit/s per node pair on"
-    elif any(one.what == "bandwidth" for one in answers):
+    elif any(one.what == "bandwidth" and one.is_known for one in answers):
         text += "; more bandwidth would not change that"
     return f"{text}."
 

@@ -131,5 +131,5 @@ def _replica(item: Any) -> Replica:
 
 def _whole(value: Any, low: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < low:
-        raise ValueError(f"{value!r} is not a whole number from {low}")
+        raise ValueError(f"{value!r} is not a whole number of at least {low}")
     return value

@@ -11,7 +11,7 @@ from atlas.errors import SpecError
 
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "b": 2**30}
 _BATCH = re.compile(r"([0-9][0-9_,]*\.?[0-9]*)\s*([kmb]?)\s*(tokens?|sequences?|seqs?)?")
-EXAMPLES = "Write tokens, like 1M or 4194304, or sequences, like 512 sequences"
+EXAMPLES = "Write tokens, like 4M (4 x 2^20) or 4194304, or sequences, like 512 sequences"
 
 
 def batch_sequences(text: str | int, seq_len: int, *, where: str) -> int:
@@ -28,6 +28,9 @@ def batch_sequences(text: str | int, seq_len: int, *, where: str) -> int:
     if sequences != int(sequences) or sequences < 1:
         below, above = int(sequences), int(sequences) + 1
         near = [f"{n * seq_len} ({n} sequence{'s' if n > 1 else ''})" for n in (below, above) if n]
-        rule = f"is {sequences:,.2f} sequences of {seq_len:,} tokens, and a batch needs a whole number of sequences"
+        total = "" if in_sequences or not found[2] else f"{amount:,.0f} tokens, "
+        rule = (
+            f"is {total}{sequences:,.2f} sequences of {seq_len:,} tokens, and a batch needs a whole number of sequences"
+        )
         raise SpecError(where=where, key="batch", value=text, rule=rule, remedy=f"The nearest: {' or '.join(near)}")
     return int(sequences)

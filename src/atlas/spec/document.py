@@ -178,7 +178,8 @@ class _Builder:
         self.origins[keys] = at
         self.num_nodes += 1
         if self.num_nodes > MAX_NODES or len(keys) > MAX_DEPTH:
-            raise wrong(at, dotted(keys[:4]), "aliases make the file too large", "Write it without aliases")
+            rule = f"the file has more than {MAX_NODES:,} values or {MAX_DEPTH} levels, counting what aliases repeat"
+            raise wrong(at, dotted(keys[:4]), rule, "Shorten it, or write it without aliases")
         if isinstance(node, yaml.ScalarNode):
             return self.scalar(node, keys, at)
         if isinstance(node, yaml.SequenceNode):

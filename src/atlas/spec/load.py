@@ -110,7 +110,7 @@ def finished(document: Document, overrides: Sequence[str], where: str, *, to_pla
         raise _only_to_plan(job, left_open, where)
     if "num_microbatches" in left_open and job.batch is None:
         rule = "is required and missing: a plan needs the batch of one iteration"
-        raise wrong(where, "batch", rule, "Add batch: 1M (tokens) or batch: 512 sequences")
+        raise wrong(where, "batch", rule, "Add batch: 1M (2^20 tokens) or batch: 512 sequences")
     job._where, job._left_open, job._powered = where, left_open, powered
     job._files = _files(job, document)
     _check(_rules(job, origin))
@@ -127,8 +127,10 @@ def _with_bases(document: Document, path: Path) -> Document:
         if not isinstance(base, str):
             raise wrong(at, "base", "is not a file", "Name a job file", base)
         chain.append(_read(Path(base), "base"))
-        if len(seen) > MAX_BASES or os.path.realpath(base) in seen:
+        if os.path.realpath(base) in seen:
             raise wrong(at, "base", "base files form a cycle", "Remove this base", base)
+        if len(seen) > MAX_BASES:
+            raise wrong(at, "base", f"more than {MAX_BASES} base files in a row", "Merge some of them", base)
         seen.append(os.path.realpath(base))
     merged = Document(chain[-1].data, dict(chain[-1].origins))
     for document in reversed(chain[:-1]):

@@ -31,7 +31,7 @@ def read_trace(path: Path, key: str = "trace") -> tuple[TraceRow, ...]:
     """The rows of a trace file, the first at time 0, times ascending, rates positive."""
     raw = read_json(path, key=key) if path.suffix.lower() == ".json" else _csv_rows(path, key)
     if not isinstance(raw, list) or not 0 < len(raw) <= MAX_ROWS:
-        raise wrong(path, key, "a trace is a list of at least one row", "Write time_s, rate in each row", raw)
+        raise wrong(path, key, f"a trace is a list of 1 to {MAX_ROWS:,} rows", "Write time_s, rate in each row", raw)
     rows = tuple(_row(path, i, item) for i, item in enumerate(raw))
     if rows[0].time_s != 0:
         raise wrong(path, "row 0.time_s", "the first row must be at time 0", "Add a row for time 0", rows[0].time_s)

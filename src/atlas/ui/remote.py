@@ -50,7 +50,9 @@ class RemoteFollower:
         except (OSError, HTTPException, ValueError) as error:
             what = getattr(error, "reason", error)
             what = getattr(what, "strerror", None) or what
-            raise AtlasError(f"{self.base}: no page answers there ({what}). Check the address and the token") from error
+            raise AtlasError(
+                f"{self.base}: no page of a run there ({what}). Check the address and the token"
+            ) from error
         threading.Thread(target=self._follow, daemon=True, name="remote page").start()
 
     def close(self) -> None:

@@ -302,7 +302,7 @@ def _caption(plan: Plain) -> str:
     """The caption of a map."""
     row = plan["row"]
     money = f", ${row['usd_per_iteration']:,.4g} an iteration" if row["usd_per_iteration"] else ""
-    lost = f" Lost: {row['lost']}." if row["lost"] else ""
+    lost = f" Not chosen: {row['lost']}." if row["lost"] else ""
     most_s, part = max((row["parts_s"].get(part, 0.0), name) for part, (_, name) in PARTS.items())
     share = f" {100 * most_s / row['iteration_s']:.0f} % of its critical path is {part}."
     return (

@@ -54,7 +54,10 @@ class Parcel:
             raise WorkerError(f"a block for layer {block.layer}, tokens to {block.stop}, is outside {self._extent()}")
         into = self.slabs[block.layer][:, :, block.start : block.stop]
         if into.shape != block.kv.shape or into.dtype != block.kv.dtype:
-            raise WorkerError(f"a block of shape {list(block.kv.shape)} where {list(into.shape)} is expected")
+            raise WorkerError(
+                f"a block of shape {list(block.kv.shape)} in {block.kv.dtype}, where {list(into.shape)} in "
+                f"{into.dtype} is expected"
+            )
         into.copy_(block.kv)
         self.mark(block.layer, block.start, block.stop)
 

@@ -32,7 +32,9 @@ def load_waits(path: Path, *, cached: bool = True) -> Windows:
     except (KeyError, TypeError, ValueError):
         made = []
     if not made or not all(0 <= busy < 1e9 and 0 <= idle < 1e9 for busy, idle in made) or not any(map(sum, made)):
-        raise wrong(path, f"{key}.busy_idle_s", "must be a list of [busy, idle] seconds, none negative", MAKE)
+        raise wrong(
+            path, f"{key}.busy_idle_s", "must be a list of [busy, idle] seconds, none negative and not all 0", MAKE
+        )
     return made
 
 

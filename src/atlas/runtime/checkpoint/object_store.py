@@ -51,7 +51,7 @@ class S3BlobStore:
         self.url = url.rstrip("/")
         found = _URL.fullmatch(self.url)
         if found is None or ".." in self.url:
-            raise AtlasError(f"{url}: not the URL of an object store. Write s3://BUCKET/PREFIX")
+            raise AtlasError(f"{url}: not the URL of an object store. Write s3://BUCKET/PREFIX, without `..`")
         self._api: Any = obstore
         self._objects: Any = S3Store(
             found["bucket"],

@@ -80,13 +80,14 @@ function showRefusal(text) {
 async function showAnswer(found) {
   desk.answer = found;
   const box = $("answer"), row = found.row, off = found.now_s / row.iteration_s;
+  const change = Math.abs(off - 1) < 0.005 ? "" : off > 1 ? `: ${off.toFixed(2)}× faster` : `: ${(1 / off).toFixed(2)}× slower`;
   box.replaceChildren();
   const head = make("p", "", null, box);
   make("span", "badge " + (found.kind === "searched" ? "searched" : ""), { frozen: "re-priced", unsearched: "not searched", searched: "searched" }[found.kind], head);
   head.append(" "); make("span", "label", found.label, head);
   const list = make("dl", "", null, box);
   const pair = (id, name, value, text) => { const one = make("div", "", null, list); make("dt", "", name, one); const dd = make("dd", "", text, one); dd.id = "answer-" + id; dd.dataset.value = value; };
-  pair("iteration_s", "iteration", row.iteration_s, `${duration(row.iteration_s * 1e9)} (now ${duration(found.now_s * 1e9)}, ${off.toFixed(2)}×)`);
+  pair("iteration_s", "iteration", row.iteration_s, `${duration(row.iteration_s * 1e9)} (now ${duration(found.now_s * 1e9)}${change})`);
   pair("tokens_per_s", "tokens/s", row.tokens_per_s, short(row.tokens_per_s));
   pair("num_gpus", "GPUs", row.num_gpus, row.num_gpus.toLocaleString("en"));
   pair("utilization", "busy", row.utilization, percent(row.utilization));

@@ -144,7 +144,7 @@ def _steady(answers: list[dict[str, Any]], streams: int, seconds: float) -> Good
     last = min(*ends, max(starts) + round(seconds * STEADY_UNTIL * 1e9 / BIN_NS)) if ends else 0
     first = max(starts) + (last - max(starts)) // 2
     if last - first < MIN_BINS:
-        raise ProbeError(f"the transfer was over too soon to be timed ({seconds:g} s). Raise --max-mb")
+        raise ProbeError(f"the transfer ended too long before its {seconds:g} s to be timed. Raise --max-mb")
     taken_s = (last - first) * BIN_NS / 1e9
     return Goodput(streams, _slope_bps(total, first, last), taken_s, sum(total.values()))
 

@@ -190,8 +190,9 @@ class DirectReceiver:
         """Reads one message: a header, then the payload, directly into the posted buffer."""
         header = unpack_header(self._stream.read_head(HEADER_BYTES, patience_s))
         if header.kind != FrameKind.CHUNK or header.epoch != self.epoch or header.lane != self.lane:
-            frame, link = f"epoch {header.epoch}, lane {header.lane}", f"epoch {self.epoch}, lane {self.lane}"
-            raise WorkerError(f"a frame of {frame} on a link of {link}")
+            frame = f"kind {header.kind}, epoch {header.epoch}, lane {header.lane}"
+            link = f"kind {FrameKind.CHUNK}, epoch {self.epoch}, lane {self.lane}"
+            raise WorkerError(f"a frame of {frame} where {link} is expected")
         view = self.mailbox.buffer_for(header.tag, header.total_bytes)
         self._stream.read_into(view)
         self._num_bytes += len(view)
