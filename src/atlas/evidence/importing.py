@@ -87,6 +87,7 @@ def _of_atlas(point: DataPoint, job: dict[str, Any], step_s: float) -> ImportedJ
         "gpu": str(card.text("atlas.gpu")),
         "microbatch": int(job.get("microbatch", 1)),
         "tp": int(job.get("tp", 1)),
+        "seq_len": int(card.seq_len),
         **_ENDS,
         "layers": layers,
     }
@@ -159,7 +160,7 @@ def _of_others(point: DataPoint, card: Card, step_s: float, gpu: str | None, rec
         times = {"forward_s": layer_s * share, "backward_s": layer_s * (1 - share * (2 if recompute else 1))}
         # The optimizer's time is inside the step already.
         layers += [{**times, **({"recompute_s": layer_s * share} if recompute else {}), "update_s": 0.0}] * count
-    entry = {"gpu": kind, "microbatch": microbatch, "tp": tp, **_ENDS, "layers": layers}
+    entry = {"gpu": kind, "microbatch": microbatch, "tp": tp, "seq_len": model["seq_len"], **_ENDS, "layers": layers}
     job = {
         "name": re.sub(r"[^\w.+-]+", "-", point.name)[:60] or "imported",
         "model": model,
