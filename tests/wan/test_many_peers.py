@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from connect_errors import until
@@ -22,7 +23,7 @@ from atlas.wan.transport.base import Key, Tag
 from atlas.wan.transport.endpoint import Endpoint
 from atlas.wan.transport.settings import TransportSettings
 from atlas.wan.transport.shared_channel import SharedChannel
-from atlas.wan.transport.shared_threads import DIALERS, READERS, WRITERS
+from atlas.wan.transport.shared_threads import DIALERS, READERS, WRITERS, StreamReaders
 from atlas.wan.transport.stream_budget import INBOUND_LIMITS, LIMITS, ChannelKind, StreamBudget
 
 HUB = "dc1/hub"
@@ -203,6 +204,33 @@ def test_encrypted_shared_channels(tmp_path: Path) -> None:
         got = b.recv(Key(HUB, 0, tag(1)))
         a.send(Key("dc2/b", 0, tag(1)), data).wait(60)
         assert got.wait(60) == data
+
+
+def test_a_channel_that_is_closed_while_its_stream_begins_tells_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the last frame the peer waits until its deadline."""
+    add, join, is_closing = StreamReaders.add, SharedChannel._join, threading.Event()
+
+    def add_slowly(self: StreamReaders, *args: Any) -> None:
+        add(self, *args)
+        if "dials" in threading.current_thread().name:
+            assert is_closing.wait(60)
+
+    def joined(self: SharedChannel, timeout_s: float) -> None:
+        is_closing.set()
+        join(self, timeout_s)
+
+    monkeypatch.setattr(StreamReaders, "add", add_slowly)
+    monkeypatch.setattr(SharedChannel, "_join", joined)
+    with Endpoint(HUB, settings=QUICK) as a, Endpoint("dc1/b", settings=QUICK) as b:
+        for end, peer in ((a, b), (b, a)):
+            end.expect([ChannelKind.NEAR] * 1000)
+            end.connect({peer.name: peer.address})
+        got, lost = (b.recv(Key(HUB, 0, tag(k))) for k in (1, 2))
+        a.send(Key("dc1/b", 0, tag(1)), b"begun")
+        assert got.wait(60) == b"begun"
+        a.close()
+        with pytest.raises(WorkerError, match="closed its side"):
+            lost.wait(60)
 
 
 def test_a_receive_waits_longer_than_the_deadline_for_a_peer_that_connects_when_it_sends() -> None:

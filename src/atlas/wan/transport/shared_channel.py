@@ -178,8 +178,6 @@ class SharedChannel(Channel):
         self._is_read, self._last_write = False, 0.0
         self._join_slot(self._slot, stream)
         self._shared.readers.add(stream, lambda: self._read_record(self._slot, stream), self._read_to_end)
-        if self._closing.is_set():
-            stream.abort()
 
     def _read_to_end(self) -> None:
         self._is_read = True
