@@ -3,9 +3,9 @@
 A search at the job's own latency and bandwidth finds orders that a search at a neighbouring value misses, and then
 less latency or more bandwidth can look worse. So orders are searched at grid points only, and then priced at the
 job's own values. A setting uses the points of its own grid cell and of every worse cell that has a lower bound below
-the best order so far. From a worse cell it takes no order that is faster than the cell's bound. So if the result of a
-worse link could be faster, the points behind it are among those used here, and one order takes no longer on better
-links: a better link never gives a slower result. Grid steps are in units of the slowest stage's work, which no link
+the best order so far. The result of a worse link is rarely below the bound of the cell in which its order was found.
+So if it could be faster, those points are among those used here, and one order takes no longer on better links: a
+better link hardly ever gives a slower result. Grid steps are in units of the slowest stage's work, which no link
 changes.
 
 Memory is the third direction: `tighter_limits` are fixed limits below the setting's own. An order that fits one of them
@@ -67,9 +67,6 @@ class Grid:
         self.setting = setting
         self.best_ns = best_ns
         """Of the fastest order so far, closed; whoever searches the points lowers it."""
-        self.bound_ns = 0
-        """Of the cell whose points are being used. A faster order found there is not taken: a better link that skips
-        the cell, because its best order is at this bound, would be slower."""
         self._moves, reach = next((moves, reach) for least, moves, reach in REACHES if budget >= least)
         self._most = min(reach, most or reach)
         self._tries = max(1, budget // len(self._moves))
@@ -86,7 +83,6 @@ class Grid:
                 if len(seen) >= self._most or not is_worthwhile(bound_ns, self.best_ns):
                     break
                 seen.add(key)
-                self.bound_ns = bound_ns
                 yield point
             if len(seen) >= self._most:
                 return

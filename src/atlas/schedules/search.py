@@ -116,7 +116,7 @@ def found_on_grid(
         tries += point.budget
         for order in _elite_at(point, family, keep, score):
             priced = priced_at(setting, order)
-            if priced is not None and grid.bound_ns <= (closed_ns := priced.closed_ns(setting)) < grid.best_ns:
+            if priced is not None and (closed_ns := priced.closed_ns(setting)) < grid.best_ns:
                 fastest, grid.best_ns = priced, closed_ns
     if progress is not None:
         progress(setting.budget, setting.budget)
