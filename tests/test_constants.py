@@ -28,7 +28,7 @@ BY_CHANCE = {
     "PATIENCE_S": "of different connections and requests",
     "IDLE_S": "of different loops",
     "MOST_HOLD_S": "of slices in a relay, and of the first slice after a rest",
-    "GIB": "a unit; the light modules of bubbletea do not import atlas.cost",
+    "GIB": "a unit; light modules of bubbletea and sailor do not import atlas.cost, which loads pydantic",
     "SWITCH_INTERVAL_S": "a dedicated prefill worker does not import atlas.runtime, which loads torch",
 }
 """Names that different modules use for different things, and why their values are equal by chance."""

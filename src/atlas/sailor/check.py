@@ -7,9 +7,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from atlas.cost.cluster_arrays import GIB
 from atlas.errors import InfeasibleError
-from atlas.sailor.inputs import Inputs
+from atlas.sailor.inputs import GIB, Inputs
 from atlas.sailor.judge import stage_memory_bytes
 from atlas.sailor.links import ZoneGpu
 from atlas.sailor.plan_file import SailorPlan

@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from atlas.cost.cluster_arrays import GIB
 from atlas.sailor.documents import FETCH, MAX_BYTES, SailorFile
 from atlas.sailor.links import EgressPrices, Network, ZoneGpu
 from atlas.spec.document import nearest, read_text, wrong
 
+GIB = 1 << 30
 MAX_LAYERS, MAX_GPUS_PER_NODE, MAX_GPUS_PER_ZONE = 10_000, 1024, 1_000_000
 MAX_LAYER_S = 1e6
 """Larger values in a file are taken as mistakes."""

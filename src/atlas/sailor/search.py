@@ -15,12 +15,11 @@ from operator import itemgetter
 
 import numpy as np
 
-from atlas.cost.cluster_arrays import GIB
 from atlas.errors import InfeasibleError
 from atlas.planner.objective import Objective
 from atlas.sailor.candidates import OutlinePlacer, SailorCandidate
 from atlas.sailor.check import check
-from atlas.sailor.inputs import Inputs
+from atlas.sailor.inputs import GIB, Inputs
 from atlas.sailor.judge import PlanJudge, Verdict, stage_memory_bytes
 from atlas.sailor.layer_moves import improved
 from atlas.sailor.lower_bounds import OutlineGenerator, Outlines
