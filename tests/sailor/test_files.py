@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -183,3 +185,11 @@ def test_groups_stay_in_their_nodes() -> None:
     assert not fits_nodes(7, 4, {2: 4})
     assert fits_nodes(6, 6, {3: 1, 2: 1})
     assert not fits_nodes(6, 6, {3: 2, 2: 1})
+
+
+def test_the_fast_start_imports_neither_pydantic_nor_the_search_over_jobs() -> None:
+    script = (
+        "import sys, atlas.commands.plan_sailor; print(*({'pydantic', 'atlas.planner.search'} & sys.modules.keys()))"
+    )
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == []
