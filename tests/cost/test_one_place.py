@@ -154,6 +154,7 @@ CHANGES = {
     "a trunk": ["cluster.wan.trunk_gbps=6"],
     "a slow network": ["cluster.datacenters.east.net_gbps=4", "cluster.datacenters.west.net_gbps=12"],
     "several GPUs in a node": ["cluster.datacenters.east.gpus_per_node=4", "cluster.datacenters.west.gpus_per_node=2"],
+    "tied embeddings": ["model.tied_embeddings=true"],
 }
 
 

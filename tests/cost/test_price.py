@@ -177,6 +177,19 @@ def test_tied_embeddings_cross_the_wan_once_an_iteration() -> None:
     assert extra_ns[1] == 0
 
 
+def test_pipelines_that_share_a_node_share_its_path_for_tied_embeddings() -> None:
+    """All slices together are one matrix: over two nodes' paths half the time, over the path of one node all of it."""
+
+    def exchange_s(nodes: int, per_node: int) -> float:
+        sets = [f"cluster.datacenters.{dc}.{key}" for dc in ("east", "west") for key in (f"nodes={nodes}",
+                f"gpus_per_node={per_node}")]  # fmt: skip
+        sets += ["pp=2", "pipelines_per_cell=2", "placement=", "cluster.wan.latency_ms=1", "cluster.wan.trunk_gbps="]
+        tied, free = (price(load_job(TINY, [*sets, f"model.tied_embeddings={t}"])) for t in ("true", "false"))
+        return float((tied.compute_ns - free.compute_ns)[0, 0, Kind.SYNC]) / 1e9 - 1e-3
+
+    assert exchange_s(1, 2) == pytest.approx(2 * exchange_s(2, 1), rel=1e-3)
+
+
 def test_a_larger_microbatch_takes_longer_everywhere() -> None:
     one, two = (price(load_job(TINY, [f"microbatch={b}"]), sharing=True) for b in (1, 2))
     np.testing.assert_allclose(two.compute_ns[..., : Kind.SYNC], 2 * one.compute_ns[..., : Kind.SYNC], atol=2)

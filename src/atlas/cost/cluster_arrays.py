@@ -279,6 +279,25 @@ def ring_s(cluster: ClusterArrays, tp: int, dc: Any, replicas: Any, gradient_byt
     return 2 * (replicas - 1) / replicas * gradient_bytes * 8 / rate_bps + latency_s
 
 
+def tied_s(cluster: ClusterArrays, tp: int, dc: Ints, replicas: Ints, matrix_bytes: int) -> Floats:
+    """[n]: the two ends of a model with tied embeddings exchange that matrix's gradient. Each of `replicas` [n]
+    pipelines with workers in the datacenters `dc` [n, s] sends its slice to the other end, along the pipeline's path,
+    both ways at once."""
+    src, dst, stages, count = dc[:, :-1], dc[:, 1:], stages_beside(dc), replicas[:, None]
+    crowd = stage_workers_per_node(cluster, tp, dc, count, stages)
+    pair_bps = path_bps(cluster, src, dst, "many", np.maximum(crowd[:, :-1], crowd[:, 1:]))
+    hop_bps = np.where(src == dst, np.inf, np.minimum(pair_bps, cluster.trunk_bps[src, dst] / count))
+    rate_bps = np.minimum(hop_bps.min(axis=1), worker_bps(cluster, tp)[dc].min(axis=1))
+    return np.asarray(8 * matrix_bytes / replicas / rate_bps + through_s(cluster, dc))
+
+
+def through_s(cluster: ClusterArrays, dc: Ints) -> Floats:
+    """[n]: one-way latency from the first worker of a pipeline to the last; `dc` [n, s]."""
+    src, dst = dc[:, :-1], dc[:, 1:]
+    wan_s = np.where(src == dst, 0.0, cluster.latency_s[src, dst])
+    return np.asarray(cluster.net_latency_s[dc].sum(axis=1) + wan_s.sum(axis=1))
+
+
 def all_nodes_bps(cluster: ClusterArrays, src: Any, dst: Any, nodes: Any, tcp: str) -> Any:
     """What `nodes` nodes of each of two datacenters get together, one way; inside one, its own network."""
     slower_bps = np.minimum(cluster.net_bps[src], cluster.net_bps[dst])

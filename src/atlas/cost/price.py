@@ -15,7 +15,6 @@ Inside a datacenter every channel has its worker's share of the node's network. 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -24,7 +23,7 @@ from numpy.typing import NDArray
 
 from atlas.cost.arrange import Arrangement, arrange, route_between
 from atlas.cost.circuits import scatter_change_s, switches_circuits
-from atlas.cost.cluster_arrays import WanRate, lan_bps, ring_s, wan_rate, worker_bps
+from atlas.cost.cluster_arrays import WanRate, lan_bps, ring_s, through_s, tied_s, wan_rate
 from atlas.cost.runtimes import RUNTIMES
 from atlas.cost.table import FAIR, MAX_NS, PRIVATE, TURNS, Circuits, Costs, LinkCost, Trace, kind_costs
 from atlas.cost.weather import link_weather, mean_trace
@@ -145,35 +144,14 @@ def sync_s(job: Job, arrangement: Arrangement, rank: int) -> float:
     replicas = arrangement.num_pipelines * job.cells
     ranks = arrangement.stage_dc[0, : job.pp]
     seconds = float(ring_s(arrangement.cluster, job.tp, ranks, replicas, gradient_bytes)[rank])
-    if job.model.tied_embeddings and job.pp > 1 and rank in (0, job.pp - 1):
-        seconds += _tied_s(job, arrangement, replicas)
+    if job.tied_bytes and job.pp > 1 and rank in (0, job.pp - 1):
+        seconds += float(tied_s(arrangement.cluster, job.tp, ranks[None], np.array([replicas]), job.tied_bytes)[0])
     return seconds
-
-
-def _tied_s(job: Job, arrangement: Arrangement, replicas: int) -> float:
-    """Each replica sends its slice of the matrix to the other end, along the pipeline's path, both ways at once."""
-    slice_bits = job.model.vocab * job.model.hidden * job.gradient_bytes * 8 / replicas
-    net_bps = worker_bps(arrangement.cluster, job.tp)
-    rates = [float(net_bps[dc]) for dc in arrangement.stage_dc[0]]
-    for a, b in _wan_hops(arrangement):
-        route = route_between(job, a, b)
-        rates += [route.pair_gbps * 1e9, (route.trunk_gbps or route.pair_gbps * replicas) * 1e9 / replicas]
-    return slice_bits / min(rates) + _path_s(job, arrangement)
 
 
 def norm_s(job: Job, arrangement: Arrangement) -> float:
     """A scalar to the far end of the pipeline and back."""
-    return 2 * _path_s(job, arrangement)
-
-
-def _path_s(job: Job, arrangement: Arrangement) -> float:
-    """One-way latency from the first worker of a pipeline to the last."""
-    lan_s = sum(job.cluster.dc(name).net_latency_us / 1e6 for name in arrangement.rank_dc)
-    return lan_s + sum(route_between(job, a, b).latency_ms / 1e3 for a, b in _wan_hops(arrangement))
-
-
-def _wan_hops(arrangement: Arrangement) -> list[tuple[str, str]]:
-    return [(a, b) for a, b in pairwise(arrangement.rank_dc) if a != b]
+    return 2 * float(through_s(arrangement.cluster, arrangement.stage_dc[:, : job.pp])[0])
 
 
 # ---- links ---------------------------------------------------------------------------------------------------------

@@ -21,7 +21,17 @@ from functools import partial
 
 import numpy as np
 
-from atlas.cost.cluster_arrays import ClusterArrays, Flags, Floats, Ints, lan_bps, ring_s, stages_beside, wan_rate
+from atlas.cost.cluster_arrays import (
+    ClusterArrays,
+    Flags,
+    Floats,
+    Ints,
+    lan_bps,
+    ring_s,
+    stages_beside,
+    tied_s,
+    wan_rate,
+)
 from atlas.cost.model_arrays import FORWARD, INPUT, RECOMPUTE, UPDATE, WEIGHT, ModelArrays
 from atlas.cost.price import sent_bytes
 from atlas.cost.runtimes import RUNTIMES
@@ -109,14 +119,14 @@ def estimate(space: Space, cluster: ClusterArrays, model: ModelArrays, batch: Pi
     short = behind_s.max(axis=1) / (np.maximum(held, 1) * period_s)
     stalls = (short > 1) & (num_mb > held)
     period_s = np.where(stalls, period_s * np.maximum(LOCKSTEP, STRETCH * short), period_s)
-    own_closing_s = _ring_s(cluster, model, batch, dc, split, u) + seconds[UPDATE][u]
+    own_closing_s = _sum_s(cluster, model, batch, dc, split, u) + seconds[UPDATE][u]
     # A stage's all-reduce hides behind the gradients that still travel to stage 0.
     drain_s = np.zeros((len(v), batch.depth))
     drain_s[:, 1:] = np.cumsum(backward_s[u][:, :-1] + hops.back_s, axis=1)
     closing_s = np.max(own_closing_s - drain_s, axis=1)
     iteration_s = through_s + (num_mb - 1) * period_s + closing_s
     usd_per_s = cluster.usd_per_gpu_s[dc].sum(axis=1)[v] * batch.replicas * batch.tp
-    egress = 2 * total * model.job.activation_bytes * hops.usd_per_byte
+    egress = 2 * (total * model.job.activation_bytes + model.job.tied_bytes) * hops.usd_per_byte
     return Estimate(
         through_s,
         period_s,
@@ -153,14 +163,15 @@ def _split(cluster: ClusterArrays, model: ModelArrays, batch: PipelineBatch, dc:
     return split, split.sort[row.ravel()]
 
 
-def _ring_s(
-    cluster: ClusterArrays, model: ModelArrays, batch: PipelineBatch, dc: Ints, split: Split, u: Ints
-) -> Floats:
-    """[v, s]: the ring all-reduce of each stage inside its datacenter. Tied embeddings are left to the simulator."""
+def _sum_s(cluster: ClusterArrays, model: ModelArrays, batch: PipelineBatch, dc: Ints, split: Split, u: Ints) -> Floats:
+    """[v, s]: the ring all-reduce of each stage inside its datacenter, and the exchange of tied embeddings."""
     end = np.cumsum(split.layers, axis=1)
     params = model.stage_params(split.dc, end - split.layers, end, one_worker=batch.depth == 1)
     gradients = (params * model.job.gradient_bytes)[u]
-    return np.asarray(ring_s(cluster, batch.tp, dc[batch.shape], batch.replicas[:, None], gradients))
+    found = np.asarray(ring_s(cluster, batch.tp, dc[batch.shape], batch.replicas[:, None], gradients))
+    if model.job.tied_bytes and batch.depth > 1:
+        found[:, [0, -1]] += tied_s(cluster, batch.tp, dc[batch.shape], batch.replicas, model.job.tied_bytes)[:, None]
+    return found
 
 
 class _HopSeconds:

@@ -306,13 +306,12 @@ def wan_traffic(
     usd, sent = group_sum_usd(cluster, piece_bytes, candidate)
     model, job = space.job.model, space.job
     activation = candidate.microbatch * model.seq_len * model.hidden * job.element_bytes
-    tied = model.vocab * model.hidden * job.gradient_bytes if model.tied_embeddings else 0
     total, used = space.total_microbatches(candidate.microbatch), candidate.slots
     for group in candidate.groups:
         own = group.replicas * group.num_microbatches * total / used
         for (a, _), (b, _) in pairwise(group.places):
             for pair in ((a, b), (b, a)):
-                n = own * activation + tied
+                n = own * activation + job.tied_bytes
                 sent[pair] = sent.get(pair, 0.0) + n
                 usd += n * float(cluster.usd_per_byte[at[pair[0]], at[pair[1]]])
     return usd, sent

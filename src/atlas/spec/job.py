@@ -389,3 +389,8 @@ class Job(Frozen):
     def activation_bytes(self) -> int:
         """Bytes across a boundary for one microbatch, forward and backward: b * L * H elements."""
         return self.microbatch * self.model.seq_len * self.model.hidden * self.element_bytes
+
+    @property
+    def tied_bytes(self) -> int:
+        """The gradient of a matrix that is both embedding and LM head, on two workers; 0 where they are separate."""
+        return self.model.vocab * self.model.hidden * self.gradient_bytes if self.model.tied_embeddings else 0
