@@ -19,7 +19,8 @@ from atlas.arguments import CHOICES, NUMBERS, OPTIONAL, TEXTS, WHOLE
 from atlas.cost.arrange import Arrangement, arrange
 from atlas.cost.cluster_arrays import GIB
 from atlas.cost.compute import flops_per_token, pricing
-from atlas.cost.memory import WorkerMemory, memory_rule, peak_memory, worker_memory
+from atlas.cost.memory import memory_rule, peak_memory, worker_memory
+from atlas.cost.memory_rule import WorkerMemory
 from atlas.cost.price import Tcp, can_share, layout_of, price
 from atlas.cost.table import Costs
 from atlas.errors import AtlasError, InfeasibleError, SpecError

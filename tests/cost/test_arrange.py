@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from shipped_jobs import EXAMPLES, SHIPPED
 
 from atlas.cost.arrange import arrange, balanced_split
+from atlas.cost.memory import memory_rule, worker_memory
 from atlas.errors import InfeasibleError, SpecError
 from atlas.spec import load_job
 
@@ -38,14 +39,31 @@ def test_the_split_is_the_best_of_all_splits(layers: list[int], first: int, last
 
     cuts = combinations(range(1, len(layers)), num_stages - 1)
     splits = [tuple(b - a for a, b in zip((0, *cut), (*cut, len(layers)), strict=True)) for cut in cuts]
-    found = balanced_split(sums, fixed)
+    found = balanced_split(sums, fixed, np.full(len(fixed), sums.shape[1] - 1))
     assert sum(found) == len(layers)
     assert min(found) >= 1
     assert slowest(found) == pytest.approx(min(map(slowest, splits)))
 
 
 def test_equal_layers_are_dealt_evenly() -> None:
-    assert sorted(balanced_split(np.tile(np.arange(11.0), (4, 1)), np.zeros(4))) == [2, 2, 3, 3]
+    assert sorted(balanced_split(np.tile(np.arange(11.0), (4, 1)), np.zeros(4), np.full(4, 10))) == [2, 2, 3, 3]
+
+
+def test_no_stage_has_more_layers_than_fit() -> None:
+    """All GPUs are equally fast, so an equal split would be fastest, but it does not fit on the small ones."""
+    changes = ["cluster.datacenters.east.gpu=A100-80", "model.hidden=4096", "model.heads=32", "model.layers=40"]
+    small = arrange(load_job(TINY, changes))
+    assert small.layers_per_stage[0] > small.layers_per_stage[-1]
+    assert worker_memory(load_job(TINY, changes), small)[-1].free > 0
+    large = arrange(load_job(TINY, [*changes, "cluster.datacenters.west.gpu=A100-80"]))
+    assert max(large.layers_per_stage) - min(large.layers_per_stage) <= 1
+    memory_rule(load_job(TINY, changes), small)  # raises if not one microbatch fits
+
+
+def test_a_model_that_fits_with_no_split_has_the_fastest_one() -> None:
+    changes = ["model.hidden=4096", "model.heads=32", "model.layers=400"]
+    with pytest.raises(InfeasibleError, match="GiB"):
+        memory_rule(load_job(TINY, changes))
 
 
 def test_the_stage_with_the_lm_head_has_fewer_layers() -> None:

@@ -20,7 +20,8 @@ from atlas.cli import main
 from atlas.cost import cluster_arrays
 from atlas.cost.arrange import arrange
 from atlas.cost.cluster_arrays import GIB
-from atlas.cost.memory import WorkerMemory, memory_rule, worker_memory
+from atlas.cost.memory import memory_rule, worker_memory
+from atlas.cost.memory_rule import WorkerMemory
 from atlas.cost.price import can_share, layout_of, price
 from atlas.cost.table import Costs, lower_bound
 from atlas.evaluate import evaluate

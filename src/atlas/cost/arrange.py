@@ -3,7 +3,7 @@
     workers of a datacenter   nodes x (gpus_per_node // tp), or groups of several whole nodes
     default placement         every datacenter, in file order, in proportion to the stages it has room for
     default split             the slowest stage is as fast as can be, embedding and LM head counted; on mixed GPU types
-                              the gradient rings too
+                              the gradient rings too; within memory, if a split within memory exists
     default C                 round(WAN time of an activation / forward time of a stage): bytes over one node pair's
                               cap, latency left out, on the slowest boundary; over the slowest stage's forward
 
@@ -20,6 +20,7 @@ import numpy as np
 
 from atlas.cost.cluster_arrays import ClusterArrays, Floats, Ints, cluster_arrays, ring_s, tp_groups
 from atlas.cost.compute import PieceTime
+from atlas.cost.memory_rule import max_layers
 from atlas.cost.model_arrays import UPDATE, ModelArrays, model_arrays, sums_from_zero
 from atlas.cost.runtimes import RUNTIMES
 from atlas.errors import InfeasibleError, SpecError
@@ -214,20 +215,33 @@ def _balanced(job: Job, num_pipelines: int, cluster: ClusterArrays, model: Model
     fixed_s = np.zeros(len(dc))
     fixed_s[0] += first_s[0]
     fixed_s[-1] += last_s[-1]
-    return balanced_split(sums_from_zero(layers_s), fixed_s)
+    return balanced_split(sums_from_zero(layers_s), fixed_s, _max_layers(job, num_pipelines, cluster, model, dc))
 
 
-def balanced_split(layer_sums_s: Floats, fixed_s: Floats) -> tuple[int, ...]:
-    """Layers of each stage such that the slowest stage is fastest, and among those splits the most even one.
+def _max_layers(job: Job, num_pipelines: int, cluster: ClusterArrays, model: ModelArrays, dc: Ints) -> Ints:
+    """[s]: layers that fit on each stage, or all layers on every stage if the model fits with no split. A worker of
+    several virtual stages is not limited."""
+    anything = np.full(len(dc), job.model.layers)
+    if job.interleave > 1:
+        return anything
+    found = max_layers(cluster, model, dc[None], num_pipelines * job.cells if job.zero else 1)[0]
+    return found if found.min() >= 1 and found.sum() >= job.model.layers else anything
+
+
+def balanced_split(layer_sums_s: Floats, fixed_s: Floats, most: Ints) -> tuple[int, ...]:
+    """Layers of each stage, at most `most` [s], such that the slowest stage is fastest, and among those splits the most
+    even one.
 
     `layer_sums_s` [s, L + 1] is what the first 0, 1, ... layers take on each stage's GPUs, `fixed_s` [s] what the stage
     has to do besides. Two passes of the same dynamic programme: the least possible maximum, then the least sum of
     squares under it.
     """
     num_layers = layer_sums_s.shape[1] - 1
+    count = np.arange(num_layers + 1)
     # [s, i, j]: of a stage that holds layers i to j - 1; infinite where it holds none.
     costs = layer_sums_s[:, None, :] - layer_sums_s[:, :, None] + fixed_s[:, None, None]
     costs[:, *np.tril_indices(num_layers + 1)] = np.inf
+    costs[count - count[:, None] > most[:, None, None]] = np.inf
     slowest = np.concatenate([[0.0], np.full(num_layers, np.inf)])
     for cost in costs:
         slowest = np.maximum(slowest[:, None], cost).min(axis=0)

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from atlas.cost.cluster_arrays import GIB
-from atlas.cost.memory import StateBytes, peak_memory, state_bytes
+from atlas.cost.memory import peak_memory
+from atlas.cost.memory_rule import StateBytes, state_bytes
 from atlas.errors import AtlasError, SpecError
 from atlas.runtime.assignment import FillerChoice, TrainingSetup
 from atlas.runtime.models.config import model_layers

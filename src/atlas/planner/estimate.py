@@ -7,9 +7,9 @@
               fewer microbatches than a round trip needs
     closing   the all-reduce and the optimizer of whichever stage ends last
 
-Made of the same pieces as `cost.price`: `cost.model_arrays`, `cost.cluster_arrays` and `cost.memory`. It ignores that
-an order must keep all these limits at once, so it is a few per cent too low, most where hops are long and microbatches
-are few.
+Made of the same pieces as `cost.price`: `cost.model_arrays`, `cost.cluster_arrays` and `cost.memory_rule`. The estimate
+ignores that an order must keep all these limits at once, so it is a few per cent too low, most where hops are long and
+microbatches are few.
 
 Index legend: n pipeline shape, v variant of one (replicas, pipelines per cell), s stage, b boundary.
 """

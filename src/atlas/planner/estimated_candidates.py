@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from atlas.cost.cluster_arrays import ClusterArrays, Flags, Floats, Ints
+from atlas.cost.memory_rule import max_layers
 from atlas.cost.model_arrays import FORWARD, ModelArrays, model_arrays
 from atlas.evaluate import Progress
 from atlas.planner.candidate import Candidate, Group
@@ -23,7 +24,6 @@ from atlas.planner.objective import Objective
 from atlas.planner.pruning import undominated, workers_used
 from atlas.planner.shapes import FEW_DCS, PipelineShape, Shapes
 from atlas.planner.space import Space
-from atlas.planner.split import max_layers
 
 SLACK = 0.03
 """Share of a limit that an estimate may miss without being dropped: the simulator decides."""

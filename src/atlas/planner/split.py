@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from atlas.cost.cluster_arrays import ClusterArrays, Flags, Floats, Ints
-from atlas.cost.memory import WorkerMemory, batch_memory, in_flight
+from atlas.cost.memory_rule import in_flight, max_layers, split_memory
 from atlas.cost.model_arrays import RECOMPUTE, ModelArrays
 
 MOST_TIMES = 1_000_000
@@ -54,7 +54,7 @@ def split_layers(cluster: ClusterArrays, model: ModelArrays, stage_dc: Ints, sha
     divided = 1 if shards is None else shards[first][:, None]
     layers, fits = _split(cluster, model, dc, divided)
     end = np.cumsum(layers, axis=1)
-    memory = _memory(cluster, model, dc, end - layers, end, divided)
+    memory = split_memory(cluster, model, dc, end - layers, end, divided)
     rule = in_flight(memory.free, *memory.per_microbatch(model.job.recompute))
     stashed = np.maximum(1, rule.cap // np.maximum(1, rule.forward))
     return Split(dc, layers, np.where(fits, rule.most, 0), stashed, sort)
@@ -108,19 +108,3 @@ def _least_limit_s(layer_s: Floats, extra_s: Floats, most: Ints, num_layers: int
 def _held(limit_s: Floats, layer_s: Floats, extra_s: Floats, most: Ints) -> Ints:
     held = np.floor((limit_s[:, None] - extra_s) / layer_s)
     return np.clip(held, 0, most).astype(np.int64)
-
-
-def max_layers(cluster: ClusterArrays, model: ModelArrays, dc: Ints, shards: Ints | int = 1) -> Ints:
-    """[n, s]: layers that fit one GPU of each stage's tp group beside one microbatch. What a stage needs grows evenly
-    with its layers, so it is asked for none and for all."""
-    none, num_layers = np.zeros_like(dc), model.job.model.layers
-    without, whole = (_memory(cluster, model, dc, none, np.full_like(dc, end), shards) for end in (0, num_layers))
-    fixed, most = (one.static + sum(one.per_microbatch(model.job.recompute)) for one in (without, whole))
-    return np.asarray(np.floor((without.cap - fixed) * num_layers / (most - fixed)), np.int64)
-
-
-def _memory(
-    cluster: ClusterArrays, model: ModelArrays, dc: Ints, start: Ints, end: Ints, shards: Ints | int
-) -> WorkerMemory:
-    params = model.stage_params(dc, start, end, one_worker=dc.shape[1] == 1)
-    return batch_memory(cluster, model, dc, params, end - start, shards)
