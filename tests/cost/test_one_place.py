@@ -177,9 +177,10 @@ def _priced(job: Job, candidate: Candidate) -> list[Costs]:
     return [price(one, tcp=candidate.tcp, sharing=sharing, arrangement=found) for sharing in sharings]
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("name", [*CHANGES, "photonic rails"])
 def test_a_transfer_takes_as_long_in_the_search_as_in_the_simulator(job: Path, name: str) -> None:
-    changed, compared = override(load_job(job), ["layers_per_stage=", "placement=", *CHANGES[name]]), 0
+    loaded, compared = load_job(job) if name in CHANGES else on_rails(job, {}, {}), 0
+    changed = override(loaded, ["layers_per_stage=", "placement=", *CHANGES.get(name, [])])
     for found, v, candidate in _estimates(changed):
         costs = _priced(changed, candidate)
         ways = [(one.before_ns + one.work_ns + one.latency_ns)[0, 0] / 1e9 for one in costs]
