@@ -10,6 +10,7 @@ from plan_jobs import job_of
 
 from atlas import api, cli
 from atlas.commands.view import of_groups
+from atlas.errors import SpecError
 from atlas.planner.candidate import Candidate, Group
 from atlas.planner.files import plan_of
 from atlas.planner.judge import judge
@@ -77,6 +78,19 @@ def test_the_api_has_all_groups_of_every_schedule(plan: Plan) -> None:
     assert found.best.schedule == fastest["schedule"]
     assert found.best.case.layout.rank_dc == (SLOWEST, SLOWEST)
     assert SAYS_GROUP in found.page()
+
+
+def test_the_job_of_a_plan_stands_for_all_its_groups(plan: Plan) -> None:
+    (whole,), (row,) = api.simulate(plan, SCHEDULE).table(), api.simulate(plan.job, SCHEDULE).table()
+    assert (row["all_groups_s"], row["num_groups"]) == (whole["all_groups_s"], 2)
+    slower = plan.job.model_copy(update={"microbatch": 2})
+    assert api.simulate(slower, SCHEDULE).table()[0]["all_groups_s"] > 1.1 * row["all_groups_s"]
+    (alone,) = api.simulate(plan.job.alone(), SCHEDULE).table()
+    assert "all_groups_s" not in alone
+    with pytest.raises(SpecError, match="another shape"):
+        api.simulate(plan.job.model_copy(update={"num_microbatches": 64}), SCHEDULE)
+    with pytest.raises(SpecError, match="Give the plan"):
+        api.whatif(plan.job)
 
 
 def test_the_memory_is_that_of_the_tightest_group(plan: Plan) -> None:
