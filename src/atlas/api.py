@@ -26,7 +26,7 @@ from atlas.planner.change import Sweep, parse_sweep
 from atlas.planner.confidence import choose_by_percentile, require_weather
 from atlas.planner.fabrics import FabricChoice, best_fabrics
 from atlas.planner.families import Families, find_families
-from atlas.planner.files import candidate_of, plan_of
+from atlas.planner.files import plan_of, several_groups_of
 from atlas.planner.judge import SimulatedCandidate, as_dict
 from atlas.planner.objective import objective_of
 from atlas.planner.plan_simulation import PlanSimulation, slowest_group
@@ -35,7 +35,7 @@ from atlas.planner.space import batch_of
 from atlas.planner.verdict import family_rows, headline, origins, page_scene
 from atlas.planner.whatif import Marginal, MonteCarlo, Point, WhatIfSimulator, marginals, spread, sweep
 from atlas.spec import Job
-from atlas.spec.plan import Plan, load_job_or_plan, plan_text
+from atlas.spec.plan import Plan, load_job_or_plan, one_of_groups, plan_text
 from atlas.view.chart import curves_svg
 from atlas.view.map import plan_page
 from atlas.view.page import page_html
@@ -136,9 +136,10 @@ def simulate(
         'atlas'
 
     Without `schedule` and `tcp`, a job runs under gpipe, 1f1b and varuna on one TCP connection and under every schedule
-    on many, and a plan runs as it was planned. `tries` and `seed` are those of the schedule search; `iterations`
-    simulates several in a row; `jitter_runs` repeats the run with the job's `jitter`. `progress(what, done, total)` is
-    called during a search.
+    on many, and a plan runs as it was planned. The `job` of a plan with several groups of pipelines stands for all of
+    them, as for `train`; `job.alone()` is its slowest group. `tries` and `seed` are those of the schedule search;
+    `iterations` simulates several in a row; `jitter_runs` repeats the run with the job's `jitter`. `progress(what,
+    done, total)` is called during a search.
     """
     asked = {"schedule": schedule, "tcp": tcp, "tries": tries, "iterations": iterations}
     require_arguments("simulate", **asked, seed=seed, jitter_runs=jitter_runs or None)
@@ -153,8 +154,8 @@ def simulate(
         choices, sharing = choices_of(names, tcp), True
     search: dict[str, Any] = {"sharing": sharing, "budget": tries, "seed": seed, "progress": progress}
     wholes: list[PlanSimulation] = []
-    if plan is not None and len(plan.groups) > 1:
-        search["run"] = partial(slowest_group, wholes, cluster_arrays(job), candidate_of(plan))
+    if (groups := several_groups_of(job, plan)) is not None:
+        search["run"] = partial(slowest_group, wholes, cluster_arrays(job), groups)
     results, skipped = evaluate_all(
         job, choices, skip=names is None, iterations=iterations, jitter_runs=jitter_runs, **search
     )
@@ -355,6 +356,8 @@ def whatif(
     require_arguments("whatif", sweeps=sweeps, monte_carlo=monte_carlo or None, wan_sigma=wan_sigma, seed=seed)
     parsed = [parse_sweep(text) for text in sweeps]
     job, plan = opened(job)
+    if plan is None and job.groups and not replan:
+        raise one_of_groups(job)
     simulator = WhatIfSimulator(job, plan, replan=replan)
     now = simulator.judged(job)
     found = tuple((one, sweep(simulator, one, progress)) for one in parsed)

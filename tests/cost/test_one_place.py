@@ -179,9 +179,10 @@ def _priced(job: Job, candidate: Candidate) -> list[Costs]:
     return [price(one, tcp=candidate.tcp, sharing=sharing, arrangement=found) for sharing in sharings]
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("name", [*CHANGES, "photonic rails"])
 def test_a_transfer_takes_as_long_in_the_search_as_in_the_simulator(job: Path, name: str) -> None:
-    changed, compared = override(load_job(job), ["layers_per_stage=", "placement=", *CHANGES[name]]), 0
+    loaded, compared = load_job(job) if name in CHANGES else on_rails(job, {}, {}), 0
+    changed = override(loaded, ["layers_per_stage=", "placement=", *CHANGES.get(name, [])])
     for found, v, candidate in _estimates(changed):
         costs = _priced(changed, candidate)
         ways = [(one.before_ns + one.work_ns + one.latency_ns)[0, 0] / 1e9 for one in costs]
@@ -227,18 +228,34 @@ def test_a_worker_that_sends_itself_is_held_as_long_in_the_search(job: Path, run
     assert compared > 5
 
 
-@pytest.mark.parametrize("fabric", [{}, {"provision": False}], ids=["asked early", "asked late"])
-def test_a_candidate_waits_for_its_circuits_nearly_as_long_as_its_simulation(job: Path, fabric: dict[str, Any]) -> None:
-    data = yaml.safe_load(job.read_text())
+RAILS = {
+    "asked early": ({}, {}),
+    "asked late": ({}, {"provision": False}),
+    "with ZeRO-1": ({"zero": 1}, {}),
+    "with ZeRO-1, asked late": ({"zero": 1}, {"provision": False}),
+    "in one datacenter": ({"placement": [{"dc": "east", "stages": 4}]}, {"provision": False}),
+    "without hops": ({"pp": 2, "cells": 2, "placement": [{"dc": name, "stages": 1} for name in ("east", "west")]}, {}),
+}
+"""Changes of the job, and of its fabrics."""
+
+
+@pytest.mark.parametrize("name", RAILS)
+def test_a_candidate_waits_for_its_circuits_as_long_as_its_simulation(job: Path, name: str) -> None:
+    loaded = on_rails(job, *RAILS[name])
+    space, cluster = space_of(loaded, keep=KEEPABLE), cluster_arrays.cluster_arrays(loaded)
+    for entry in single_groups(space, cluster, Objective())[0]:
+        simulated = evaluate(entry.candidate.job(loaded), "1f1b-eager", sharing=entry.candidate.sharing)
+        assert simulated.costs.circuits is not None
+        judged_s = judge(space, cluster, entry.candidate).figures.iteration_s
+        assert judged_s == pytest.approx(simulated.single.makespan_ns / 1e9, abs=1e-8)
+
+
+def on_rails(path: Path, changes: dict[str, Any], fabric: dict[str, Any]) -> Job:
+    """The job on photonic rails: stages of eight GPUs, four in each pipeline, two in each datacenter."""
+    data = yaml.safe_load(path.read_text())
     for dc in data["cluster"]["datacenters"]:
         dc |= {"nodes": 8, "gpus_per_node": 8, "gpu": "H200"}
         dc |= {"fabric": {"kind": "photonic", "reconfigure_ms": 50.0, **fabric}}
-    data |= {"tp": 8, "pp": 4, "placement": [{"dc": name, "stages": 2} for name in ("east", "west")]}
-    job.write_text(yaml.safe_dump(data))
-    loaded = load_job(job)
-    space, cluster = space_of(loaded, keep=KEEPABLE), cluster_arrays.cluster_arrays(loaded)
-    candidate = single_groups(space, cluster, Objective())[0][0].candidate
-    simulated = evaluate(candidate.job(loaded), "1f1b-eager")
-    assert simulated.costs.circuits is not None
-    judged_s = judge(space, cluster, candidate).figures.iteration_s
-    assert judged_s == pytest.approx(simulated.single.makespan_ns / 1e9, abs=0.051)  # one change of circuits
+    data |= {"tp": 8, "pp": 4, "placement": [{"dc": name, "stages": 2} for name in ("east", "west")], **changes}
+    path.write_text(yaml.safe_dump(data))
+    return load_job(path)

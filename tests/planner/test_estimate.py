@@ -73,6 +73,21 @@ def test_a_floor_knows_stages_that_share_a_node_of_several(runtime: str) -> None
     assert min(gaps) > 1 - 1e-6
 
 
+@pytest.mark.parametrize("runtime", ["atlas", "megatron", "torch"])
+@pytest.mark.parametrize("seed", range(3))
+def test_no_searched_order_beats_its_floor_with_several_gpus_a_node(seed: int, runtime: str) -> None:
+    job = random_job(seed)
+    dcs = [dc.model_copy(update={"gpus_per_node": 4, "net_gbps": 5.0}) for dc in job.cluster.datacenters]
+    cluster = job.cluster.model_copy(update={"datacenters": tuple(dcs)})
+    search = start(job.model_copy(update={"cluster": cluster, "runtime": runtime}), Objective())
+    search.tries = 6
+    entries, _, _ = single_groups(search.space, search.cluster, search.objective)
+    few = sorted(entries, key=lambda entry: entry.floor)[:: max(1, len(entries) // 6)]
+    gaps = [search.score(judged) / e.floor for e in few if (judged := search.simulate(e.candidate)) is not None]
+    assert len(gaps) > 3
+    assert min(gaps) > 1 - 1e-6
+
+
 @given(st.integers(1, 400), st.integers(1, 60))
 def test_useful_replicas_lose_no_number_of_microbatches(slots: int, most: int) -> None:
     useful = useful_replicas(slots, most)

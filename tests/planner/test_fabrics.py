@@ -10,10 +10,13 @@ from plan_jobs import job_of
 
 from atlas.cost.price import price
 from atlas.errors import SpecError
+from atlas.planner.estimated_candidates import single_groups
 from atlas.planner.fabrics import best_fabrics, energy_of, parse_kinds
-from atlas.planner.judge import as_dict
+from atlas.planner.judge import as_dict, judge
+from atlas.planner.objective import Objective
+from atlas.planner.regions import several_groups
 from atlas.planner.report import front, rows
-from atlas.planner.run import make_plan
+from atlas.planner.run import make_plan, start
 from atlas.spec import Job, parse_job
 from atlas.view.chart import front_svg
 
@@ -92,3 +95,44 @@ def test_slices_around_a_ring_take_longer_and_may_have_to_wait_for_it() -> None:
     assert plane.before_ns[at] > electrical.before_ns[at]  # 25 Gbit/s instead of 3,200
     assert plane.circuits is not None
     assert electrical.circuits is None
+
+
+RAILS = [
+    pytest.param({"zero": zero}, {"provision": provision, "reconfigure_ms": ms}, id=f"{words}, {ms} ms, zero: {zero}")
+    for words, provision in (("asked early", True), ("asked late", False))
+    for ms in (2.0, 200.0)
+    for zero in (0, 1)
+]
+
+
+def rails_job(changes: dict[str, Any], fabric: dict[str, Any]) -> Job:
+    """Two sites of six GPUs that change circuits."""
+    small = job_of().model_dump(exclude_none=True, mode="json")
+    site = {"nodes": 6, "gpus_per_node": 1, "gpu": "H100", "fabric": {"kind": "photonic", **fabric}}
+    sites = [{"name": name, **site} for name in ("east", "west")]
+    return parse_job({**small, **changes, "pp": 3, "cluster": {**small["cluster"], "datacenters": sites}})
+
+
+@pytest.mark.parametrize(("changes", "fabric"), RAILS)
+def test_an_estimate_counts_changes_of_circuits(changes: dict[str, Any], fabric: dict[str, Any]) -> None:
+    search = start(rails_job(changes, fabric), Objective())
+    entries, _, _ = single_groups(search.space, search.cluster, search.objective)
+    for entry in entries[:12]:
+        judged = judge(search.space, search.cluster, entry.candidate)
+        assert entry.iteration_s == pytest.approx(judged.figures.iteration_s, rel=0.15), entry.candidate
+
+
+@pytest.mark.parametrize(("changes", "fabric"), RAILS)
+def test_no_searched_order_on_photonic_rails_beats_its_floor(changes: dict[str, Any], fabric: dict[str, Any]) -> None:
+    search = start(rails_job(changes, fabric), Objective())
+    search.tries = 12
+    alone, _, worth = single_groups(search.space, search.cluster, search.objective)
+    apart, _ = several_groups(search.space, search.cluster, search.objective, worth, by_floor=True)
+    gaps = []
+    for entries in (alone, apart):
+        for entry in sorted(entries, key=lambda one: one.floor)[:12:4]:
+            judged = search.simulate(entry.candidate)
+            assert judged is not None
+            gaps.append(search.score(judged) / entry.floor)
+    assert min(gaps) > 1 - 1e-6
+    assert min(gaps) < 1.2

@@ -10,6 +10,7 @@ from plan_jobs import job_of
 
 from atlas import api, cli
 from atlas.commands.view import of_groups
+from atlas.errors import SpecError
 from atlas.planner.candidate import Candidate, Group
 from atlas.planner.files import plan_of
 from atlas.planner.judge import judge
@@ -17,6 +18,7 @@ from atlas.planner.objective import Objective
 from atlas.planner.run import finished, start
 from atlas.spec.plan import Plan, plan_text
 from atlas.ui.live_run import LiveRun
+from atlas.ui.run_files import FolderFollower, PageFacts, write_facts
 from bubbletea.cli import main as bubbletea
 
 SCHEDULE, SLOWEST = "1f1b-eager", "west"
@@ -77,6 +79,19 @@ def test_the_api_has_all_groups_of_every_schedule(plan: Plan) -> None:
     assert found.best.schedule == fastest["schedule"]
     assert found.best.case.layout.rank_dc == (SLOWEST, SLOWEST)
     assert SAYS_GROUP in found.page()
+
+
+def test_the_job_of_a_plan_stands_for_all_its_groups(plan: Plan) -> None:
+    (whole,), (row,) = api.simulate(plan, SCHEDULE).table(), api.simulate(plan.job, SCHEDULE).table()
+    assert (row["all_groups_s"], row["num_groups"]) == (whole["all_groups_s"], 2)
+    slower = plan.job.model_copy(update={"microbatch": 2})
+    assert api.simulate(slower, SCHEDULE).table()[0]["all_groups_s"] > 1.1 * row["all_groups_s"]
+    (alone,) = api.simulate(plan.job.alone(), SCHEDULE).table()
+    assert "all_groups_s" not in alone
+    with pytest.raises(SpecError, match="another shape"):
+        api.simulate(plan.job.model_copy(update={"num_microbatches": 64}), SCHEDULE)
+    with pytest.raises(SpecError, match="Give the plan"):
+        api.whatif(plan.job)
 
 
 def test_the_memory_is_that_of_the_tightest_group(plan: Plan) -> None:
@@ -143,6 +158,18 @@ def test_a_schedule_that_interleaves_is_refused_by_name_and_skipped_otherwise(
     assert "one stage on each worker" in api.simulate(plan, tcp="many", tries=1).skipped["interleaved"]
     assert cli.main(["simulate", path, "--schedule", "interleaved"]) == 2
     assert "Choose a schedule that does not interleave" in capsys.readouterr().err
+
+
+def test_the_page_of_a_run_compares_with_the_prediction_of_all_groups(plan: Plan, tmp_path: Path) -> None:
+    write_facts(tmp_path, PageFacts("small", SCHEDULE), plan.job)
+    run = LiveRun()
+    FolderFollower(tmp_path, run)
+    assert "one of the plan's 2 groups" in str(run.state()["events"])
+    alone_s = run.state()["predicted"]["iteration_s"]
+    run.add([{"step": 1, "iteration_s": 2.1, "predicted_s": 2.0, "tokens": 4000}])
+    predicted = run.state()["predicted"]
+    assert (predicted["iteration_s"], predicted["tokens_per_s"]) == (2.0, 2000.0)
+    assert alone_s < 2.0
 
 
 def test_the_live_page_says_that_its_prediction_is_of_one_group(plan: Plan) -> None:

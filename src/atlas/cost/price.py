@@ -83,7 +83,7 @@ def circuits(job: Job, arrangement: Arrangement) -> Circuits | None:
     if all(dc.fabric is None for dc in dcs):
         return None
     replicas, rank_dc = arrangement.num_pipelines * job.cells, arrangement.rank_dc
-    switches = tuple(switches_circuits(dc, job.tp, replicas, rank_dc.count(dc.name)) for dc in dcs)
+    switches = tuple(bool(switches_circuits(dc, job.tp, replicas, rank_dc.count(dc.name))) for dc in dcs)
     if not any(switches):
         return None
     fabrics = [dc.fabric or Fabric() for dc in dcs]
@@ -317,7 +317,7 @@ class WanTraffic:
         neighbours = [r for r in (hop.ranks[end] - 1, hop.ranks[end] + 1) if 0 <= r < len(ranks)]
         has_hops = any(ranks[r] == dc.name for r in neighbours)
         replicas = self.num_pipelines * self.job.cells
-        return scatter_change_s(dc, self.job.tp, replicas, ranks.count(dc.name), has_hops=has_hops)
+        return float(scatter_change_s(dc, self.job.tp, replicas, ranks.count(dc.name), has_hops=has_hops))
 
     def _time(self, links: Links, rate: WanRate, *change_s: float) -> None:
         away_s = 2 * max(change_s, default=0.0) / self.num_pipelines  # once to the ring and back in a round of turns

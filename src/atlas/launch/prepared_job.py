@@ -24,7 +24,7 @@ from atlas.launch.preflight import WorkerNeed, worker_needs
 from atlas.launch.rendezvous import AgentName
 from atlas.launch.train_options import TrainOptions, agreed, make_training
 from atlas.planner.group_sums import group_waits
-from atlas.planner.plan_simulation import done_s
+from atlas.planner.judge import done_s
 from atlas.runtime.assignment import TrainingSetup
 from atlas.runtime.group_sum_plan import group_links
 from atlas.runtime.models.config import require_divisible

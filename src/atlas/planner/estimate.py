@@ -2,10 +2,10 @@
 
     iteration = fill + (M - 1) x period + closing
     fill      one microbatch through every stage and back: forwards, backwards, both ways over every hop, and the
-              wait for one's turn where a cell shares the WAN
+              waits for one's turn where a cell shares the WAN and for circuits of photonic rails
     period    the slower of a stage's forward, recompute and backward, and a link's bytes; stretched where memory holds
               fewer microbatches than a round trip needs
-    closing   the all-reduce and the optimizer of whichever stage ends last
+    closing   the circuits, the all-reduce and the optimizer of whichever stage ends last
 
 Made of the same pieces as `cost.price`: `cost.model_arrays`, `cost.cluster_arrays` and `cost.memory_rule`. The estimate
 ignores that an order must keep all these limits at once, so it is a few per cent too low, most where hops are long and
@@ -35,6 +35,7 @@ from atlas.cost.cluster_arrays import (
 from atlas.cost.model_arrays import FORWARD, INPUT, RECOMPUTE, UPDATE, WEIGHT, ModelArrays
 from atlas.cost.price import sent_bytes
 from atlas.cost.runtimes import RUNTIMES
+from atlas.planner.circuit_waits import CircuitWaits, circuit_waits, turn_changes_s
 from atlas.planner.floor import Floors
 from atlas.planner.shapes import PipelineShape
 from atlas.planner.space import Space
@@ -98,7 +99,6 @@ def estimate(space: Space, cluster: ClusterArrays, model: ModelArrays, batch: Pi
     seconds = busy_seconds(model, split.dc, split.layers)
     forward_s, backward_s, held = seconds[FORWARD], seconds[INPUT] + seconds[WEIGHT], split.held[u]
     hops = _HopSeconds(space, cluster, batch, dc)
-    runtime = RUNTIMES[job.runtime]
     work_s = model.microbatch_s(seconds)
     through_s = (forward_s + backward_s).sum(axis=1)[u] + hops.way_s.sum(axis=1) + hops.turn_s
     # From a stage's forward to its backward's end: everything behind it, and the way there and back.
@@ -106,15 +106,7 @@ def estimate(space: Space, cluster: ClusterArrays, model: ModelArrays, batch: Pi
     behind_s[:, :-1] += np.cumsum(hops.way_s[:, ::-1], axis=1)[:, ::-1]
     total = space.total_microbatches(batch.microbatch)
     num_mb = -(-total // batch.replicas)
-    period_s = work_s.max(axis=1)[u]
-    if batch.depth > 1 and runtime.sender_waits:
-        sends_s = (2 if runtime.receiver_waits else 1) * hops.load_s
-        held_s = work_s[u]
-        held_s[:, :-1] += sends_s
-        held_s[:, 1:] += sends_s
-        period_s = held_s.max(axis=1)
-    elif batch.depth > 1:
-        period_s = np.maximum(period_s, hops.load_s.max(axis=1))
+    period_s = _period_s(job.runtime, work_s, u, hops.load_s)
     # Where memory holds fewer microbatches than a round trip needs, neighbours go in lockstep: more than in proportion.
     short = behind_s.max(axis=1) / (np.maximum(held, 1) * period_s)
     stalls = (short > 1) & (num_mb > held)
@@ -123,6 +115,13 @@ def estimate(space: Space, cluster: ClusterArrays, model: ModelArrays, batch: Pi
     # A stage's all-reduce hides behind the gradients that still travel to stage 0.
     drain_s = np.zeros((len(v), batch.depth))
     drain_s[:, 1:] = np.cumsum(backward_s[u][:, :-1] + hops.back_s, axis=1)
+    waits = hops.circuit_waits(None if job.zero else seconds[UPDATE][u])
+    if waits is not None:
+        every = np.arange(len(v))
+        there_s = forward_s[u][:, :-1].sum(axis=1) + hops.back_s.sum(axis=1)
+        through_s += waits.heads_s(every, forward_s[u], hops.back_s)[:, -1] - there_s
+        drain_s = np.minimum(drain_s, -waits.rings_s(every, -drain_s, hops.back_s))
+        own_closing_s += waits.late_s
     closing_s = np.max(own_closing_s - drain_s, axis=1)
     iteration_s = through_s + (num_mb - 1) * period_s + closing_s
     usd_per_s = cluster.usd_per_gpu_s[dc].sum(axis=1)[v] * batch.replicas * batch.tp
@@ -148,8 +147,21 @@ def estimate(space: Space, cluster: ClusterArrays, model: ModelArrays, batch: Pi
             hops.wan_s,
             own_closing_s,
             split.stashed[u],
+            waits,
         ),
     )
+
+
+def _period_s(runtime: str, work_s: Floats, u: Ints, load_s: Floats) -> Floats:
+    """[v]: of the slowest worker or link, where memory is not short."""
+    how = RUNTIMES[runtime]
+    if load_s.shape[1] == 0 or not how.sender_waits:
+        return np.asarray(np.maximum(work_s.max(axis=1)[u], load_s.max(axis=1, initial=0.0)))
+    sends_s = (2 if how.receiver_waits else 1) * load_s
+    held_s = work_s[u]
+    held_s[:, :-1] += sends_s
+    held_s[:, 1:] += sends_s
+    return np.asarray(held_s.max(axis=1))
 
 
 def _split(cluster: ClusterArrays, model: ModelArrays, batch: PipelineBatch, dc: Ints) -> tuple[Split, Ints]:
@@ -182,6 +194,7 @@ class _HopSeconds:
         one = space.job.model_copy(update={"tp": batch.tp, "microbatch": batch.microbatch})
         bits, shape, stages = 8 * sent_bytes(one), batch.shape, stages_beside(dc)[batch.shape]
         dcs, workers = dc[shape], stages * batch.replicas[:, None]
+        self._cluster, self._batch, self._dcs, self._stages = cluster, batch, dcs, stages
         lan_s = bits / lan_bps(cluster, batch.tp, dcs, workers) + cluster.net_latency_s[dcs]
         self.way_s: Floats = lan_s[:, :-1] + lan_s[:, 1:]
         self.back_s: Floats = self.way_s / 2
@@ -198,6 +211,10 @@ class _HopSeconds:
         rate = wan(cells=replicas // cell, turns=cell)
         work_s = bits / rate.rate_bps
         one_way_s = work_s + rate.before_s + rate.after_s + cluster.latency_s[a, b]
+        if cluster.relays.any():
+            change_s = self._turn_changes_s(v, boundary)
+            away_s = 2 * change_s.max(axis=0) / cell  # once to the ring and back in a round of turns
+            work_s, one_way_s = work_s + away_s, one_way_s + away_s + change_s.sum(axis=0)
         self.way_s[at], self.back_s[at], self.load_s[at] = 2 * one_way_s, one_way_s, cell * work_s
         # Without turns a transfer has one pair's path, and no slices to scatter: it may be the faster one.
         apart = wan(cells=replicas, turns=1)
@@ -206,3 +223,20 @@ class _HopSeconds:
         self.wan_s[at] = np.minimum(cell * work_s, bits / apart.rate_bps)
         np.maximum.at(self.turn_s, v, (cell - 1) * work_s)
         np.add.at(self.usd_per_byte, v, cluster.usd_per_byte[a, b])
+
+    def _turn_changes_s(self, v: Ints, boundary: Ints) -> Floats:
+        """[end, .]: for slices of turns over these boundaries between datacenters, at both ends."""
+        cluster, batch, last = self._cluster, self._batch, self._dcs.shape[1] - 1
+        found = np.zeros((2, len(v)))
+        for end, away in ((0, -1), (1, 1)):
+            stage = boundary + end
+            here, held = self._dcs[v, stage], self._stages[v, stage]
+            has_hops = here == self._dcs[v, np.clip(stage + away, 0, last)]
+            has_hops &= (stage + away >= 0) & (stage + away <= last)
+            changes_s = turn_changes_s(cluster, batch.tp, here, batch.replicas[v], held, has_hops)
+            found[end] = np.where(batch.cell[v] > 1, changes_s, 0.0)
+        return found
+
+    def circuit_waits(self, step_s: Floats | None) -> CircuitWaits | None:
+        """For hops and gradient rings inside datacenters; None where no circuits change."""
+        return circuit_waits(self._cluster, self._batch.tp, self._dcs, self._batch.replicas, self._stages, step_s)

@@ -15,7 +15,16 @@ from atlas.planner.run import SearchResult
 from atlas.planner.space import Space, space_of
 from atlas.spec import Job
 from atlas.spec.job import Place
-from atlas.spec.plan import VERSION, Origin, Plan, PlanGroup, PlanSchedule, Predicted, group_jobs
+from atlas.spec.plan import (
+    VERSION,
+    Origin,
+    Plan,
+    PlanGroup,
+    PlanSchedule,
+    Predicted,
+    group_jobs,
+    require_group_shape,
+)
 
 
 def plan_of(planned: SearchResult) -> Plan:
@@ -102,3 +111,13 @@ def space_of_plan(plan: Plan) -> Space:
     candidate = candidate_of(plan)
     sequences = (candidate.slots - plan.predicted.empty_slots) * candidate.microbatch
     return space_of(plan.job, global_batch=sequences, tcp=plan.schedule.tcp)
+
+
+def several_groups_of(job: Job, plan: Plan | None) -> Candidate | None:
+    """The candidate of a plan with several groups of pipelines, or of the job that such a plan has; None otherwise."""
+    if plan is not None:
+        return candidate_of(plan) if len(plan.groups) > 1 else None
+    if not job.groups:
+        return None
+    require_group_shape(job)
+    return Candidate(job.tp, job.microbatch, tuple(map(Group.placed, job.groups)))

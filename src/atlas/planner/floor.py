@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from atlas.cost.cluster_arrays import Floats, Ints
+from atlas.planner.circuit_waits import CircuitWaits
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,12 +35,15 @@ class Floors:
     """[v, b]: time for which one microbatch of each pipeline of the cell occupies a link, one way; 0 inside a
     datacenter."""
     closing_s: Floats
-    """[v, s]: all-reduce and optimizer."""
+    """[v, s]: all-reduce and optimizer, and the change to the ring where it is asked for after the last backward."""
     held: Ints
     """[v]: microbatches that memory holds at once."""
+    waits: CircuitWaits | None
+    """None where no circuits change."""
 
     def done_s(self, v: Ints, num_mb: Ints) -> Floats:
-        """[., s]: when a stage can have finished its last backward at the earliest, with `num_mb` microbatches."""
+        """[., s]: when a stage can have finished its last backward at the earliest, with `num_mb` microbatches, and has
+        the circuits of its gradient ring."""
         u = self.sort[v]
         forward, again, inner, weight = (a[u] for a in (self.forward_s, self.recompute_s, self.input_s, self.weight_s))
         way, load, depth = self.way_s[v], self.load_s[v], forward.shape[1]
@@ -52,6 +56,11 @@ class Floors:
             loop = 2 * way[:, s] + forward[:, s + 1] + away[:, s + 1] + inner[:, s + 1]
             away[:, s] = np.maximum(loop, again[:, s])
         first = head + forward + away  # the first gradient can be there
+        if self.waits is not None:
+            head = self.waits.heads_s(v, forward, way)
+            back = np.zeros_like(forward)
+            back[:, :-1] = np.cumsum((inner[:, 1:] + way)[:, ::-1], axis=1)[:, ::-1]
+            first = np.maximum(head + forward + away, head[:, -1:] + forward[:, -1:] + back)
         work = forward + again + inner + weight
         # When the last gradient has left a stage: it computes all the while, or the last microbatch still travels.
         left = head + count * (forward + again + inner)
@@ -65,7 +74,8 @@ class Floors:
         done = np.maximum(left + weight, head + count * work)
         done = np.maximum(done, first + count * work - held * (forward + again))
         stay = forward + away + inner
-        return np.asarray(np.maximum(done, head + count * stay / held + weight))
+        done = np.maximum(done, head + count * stay / held + weight)
+        return np.asarray(done if self.waits is None else np.maximum(done, self.waits.rings_s(v, left, way)))
 
     def most_microbatches(self, below_s: float) -> Ints:
         """[v]: an upper limit of the microbatches per pipeline with which an order takes less than this. Only of the

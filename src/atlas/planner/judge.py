@@ -22,6 +22,7 @@ from atlas.cost.price import can_share, layout_of, price, sync_s
 from atlas.cost.table import Costs
 from atlas.errors import InfeasibleError
 from atlas.ir.analysis import critical_path, path_totals_ns
+from atlas.ir.assemble import with_optimizer
 from atlas.ir.program import Kind, Layout, Program
 from atlas.ir.timeline import Timeline
 from atlas.planner.candidate import Candidate
@@ -185,22 +186,31 @@ def simulate_group(job: Job, candidate: Candidate, *, exact: bool = False) -> Si
     else:
         timeline = simulate(program_of(few), costs)
         later_s = left * period_s(timeline) if left else 0.0
-    ends = np.zeros((layout.num_pipelines, job.pp), np.int64)
-    np.maximum.at(ends.reshape(-1), timeline.program.op_worker, timeline.op_end_ns)
-    sync = [sync_s(job, arrangement, rank) + _circuits_s(costs, rank) for rank in range(job.pp)]
+    sync = np.array([sync_s(job, arrangement, rank) for rank in range(job.pp)])
+    done = done_s(timeline)
+    if costs.circuits is not None:  # they change around the gradient sums, which end an iteration
+        whole = simulate(with_optimizer(timeline.program), costs)
+        done, sync = done_s(whole), sync + circuit_waits_s(whole)
     step = [time.update_s for time in arrangement.stage_times]
-    return SimulatedGroup(job, arrangement, costs, timeline, ends.max(axis=0) / 1e9 + later_s, np.array([sync, step]))
+    return SimulatedGroup(job, arrangement, costs, timeline, done + later_s, np.array([sync, step]))
 
 
-def _circuits_s(costs: Costs, rank: int) -> float:
-    """About what a stage waits for circuits in an iteration: for those of its ring, and for those of the next
-    iteration's hops as far as optimizer and forward do not hide it. The simulation with SYNC has the exact figure."""
-    found = costs.circuits
-    if found is None or not found.switches[rank]:
-        return 0.0
-    hiding = [Kind.F] if found.until_step else [Kind.STEP, Kind.F]
-    hidden_ns = int(costs.compute_ns[0, rank, hiding].sum()) if found.provision[rank] else 0
-    return (found.delay_ns[rank] + max(0, found.delay_ns[rank] - hidden_ns)) / 1e9
+def done_s(timeline: Timeline) -> Floats:
+    """[s]: when the last pipeline has finished its last backward."""
+    program = timeline.program
+    work = program.kind <= Kind.W
+    done = np.zeros(program.num_ranks, np.int64)
+    np.maximum.at(done, program.op_worker[work] % program.num_ranks, timeline.op_end_ns[work])
+    return done / 1e9
+
+
+def circuit_waits_s(timeline: Timeline) -> Floats:
+    """[s]: how long the gradient all-reduce of each stage waited for its circuits."""
+    program = timeline.program
+    sync = program.kind == Kind.SYNC
+    start = np.zeros(program.num_ranks, np.int64)
+    np.maximum.at(start, program.op_worker[sync] % program.num_ranks, timeline.op_start_ns[sync])
+    return np.maximum(0.0, start / 1e9 - done_s(timeline))
 
 
 def enough(layout: Layout, ahead: int) -> int:

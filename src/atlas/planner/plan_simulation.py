@@ -12,16 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from atlas.cost.cluster_arrays import ClusterArrays, Floats, cluster_arrays
+from atlas.cost.cluster_arrays import ClusterArrays, cluster_arrays
 from atlas.cost.price import Tcp
 from atlas.cost.table import Costs
 from atlas.errors import SpecError
 from atlas.evaluate import Case, Result, evaluate, find_schedule, prepare
 from atlas.ir.program import Kind
-from atlas.ir.timeline import Timeline
 from atlas.planner.candidate import Candidate, Group
 from atlas.planner.group_sums import group_sum_s, started_s
-from atlas.planner.judge import SimulatedCandidate, SimulatedGroup, figures_of
+from atlas.planner.judge import SimulatedCandidate, SimulatedGroup, circuit_waits_s, done_s, figures_of
 from atlas.planner.space import space_of
 from atlas.spec import Job
 
@@ -138,28 +137,9 @@ def _simulated(result: Result) -> SimulatedGroup:
     timeline, case = result.single, result.case
     ranks = slice(case.layout.num_ranks)
     closing_s = case.apart.compute_ns[0, ranks, [Kind.SYNC, Kind.STEP]] / 1e9
-    done = done_s(timeline)
-    if result.costs.circuits is not None:  # the all-reduce may have waited for its circuits
-        closing_s[0] += np.maximum(0.0, _sync_start_s(timeline) - done)
-    return SimulatedGroup(case.job, case.arrangement, result.costs, timeline, done, closing_s)
-
-
-def _sync_start_s(timeline: Timeline) -> Floats:
-    """[s]: when the gradient all-reduce of each stage has started; 0 where there is none."""
-    program = timeline.program
-    sync = program.kind == Kind.SYNC
-    start = np.zeros(program.num_ranks, np.int64)
-    np.maximum.at(start, program.op_worker[sync] % program.num_ranks, timeline.op_start_ns[sync])
-    return start / 1e9
-
-
-def done_s(timeline: Timeline) -> Floats:
-    """[s]: when the last pipeline has finished its last backward."""
-    program = timeline.program
-    work = program.kind <= Kind.W
-    done = np.zeros(program.num_ranks, np.int64)
-    np.maximum.at(done, program.op_worker[work] % program.num_ranks, timeline.op_end_ns[work])
-    return done / 1e9
+    if result.costs.circuits is not None:
+        closing_s[0] += circuit_waits_s(timeline)
+    return SimulatedGroup(case.job, case.arrangement, result.costs, timeline, done_s(timeline), closing_s)
 
 
 def judged_result(result: Result, cluster: ClusterArrays | None = None) -> SimulatedCandidate:

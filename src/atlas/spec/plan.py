@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field
 
-from atlas.errors import AtlasError
+from atlas.errors import AtlasError, SpecError
 from atlas.spec.document import YAML_WIDTH, Document, Keys, as_path, read_yaml
 from atlas.spec.fields import Count, Flag, Frozen, Name, NonNegative, Text
 from atlas.spec.job import MAX_RANKS, Job, Place
@@ -171,13 +171,28 @@ def group_jobs(job: Job, groups: Sequence[PlanGroup]) -> tuple[Job, ...]:
     )
 
 
+def require_group_shape(job: Job) -> None:
+    """The job of a plan with several groups has the shape of one of them: each group keeps its own."""
+    if _shape(job) not in map(_shape, job.groups):
+        rule = f"the job has another shape ({', '.join(SHAPE)}) than each of its plan's groups"
+        remedy = "Leave these keys as they are, or use job.alone(), which has no groups"
+        raise SpecError(where=job.where, key="groups", value=len(job.groups), rule=rule, remedy=remedy)
+
+
+def one_of_groups(job: Job) -> SpecError:
+    """The error for the job of a plan with several groups, where the plan is needed."""
+    rule = "this is the job of a plan with so many groups of pipelines, and the groups are changed together"
+    remedy = "Give the plan instead of its job, or job.alone() for the slowest group"
+    return SpecError(where=job.where, key="groups", value=len(job.groups), rule=rule, remedy=remedy)
+
+
+def _shape(job: Job) -> list[Any]:
+    return [getattr(job, key) for key in SHAPE]
+
+
 def _require_one_of(plan: Plan, where: Where) -> None:
     """`--set` may not change what each group has of its own."""
-
-    def shape(job: Job) -> list[Any]:
-        return [getattr(job, key) for key in SHAPE]
-
-    if shape(plan.job) not in [shape(job) for job in group_jobs(plan.job, plan.groups)]:
+    if _shape(plan.job) not in map(_shape, group_jobs(plan.job, plan.groups)):
         rule = f"the job has another shape ({', '.join(SHAPE)}) than each of the plan's groups"
         raise bad(where, ("groups",), len(plan.groups), rule, "Leave these keys as they are, or plan again")
 

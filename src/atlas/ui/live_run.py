@@ -54,6 +54,7 @@ class LiveRun:
         self._timeline_body: tuple[int, bytes] | None = None
         self._adopted: tuple[dict[str, Any], bytes] | None = None
         self._drifts = False
+        self._num_groups = 1
 
     # ---- what comes in -----------------------------------------------------------------------------------------------
     def begin(self, name: str, facts: Mapping[str, Any], job: Job | None) -> None:
@@ -63,9 +64,11 @@ class LiveRun:
             self._run.update(name=name, **{key: facts.get(key) for key in ("schedule", "tcp", "steps", "slower")})
             self._run["device"] = facts.get("device", "")
             self._new_model(None)
-            if job is not None and job.groups:
-                groups = f"{len(job.groups)} groups of pipelines, without the all-reduce between groups"
-                self._event("warning", f"the prediction is that of one of the plan's {groups}", None)
+            if job is not None:
+                self._num_groups = max(len(job.parts), int(facts.get("num_groups") or 1))
+            if self._num_groups > 1:
+                text = f"one of the plan's {self._num_groups} groups of pipelines, and without the sum between groups"
+                self._event("warning", f"before the first step, and in the timeline, the prediction is of {text}", None)
             self._bump()
 
     def search(self, pause: Callable[[], None] = lambda: None) -> RunModel | None:
@@ -250,6 +253,10 @@ class LiveRun:
             text = f"step {event['step']}: {replaced} connections lost and replaced, {resent} chunks sent again"
             self._event("warning", text, at)
         predicted = _number(event.get("predicted_s"))
+        if self._num_groups > 1 and predicted and self._extra["predicted"] is not None:
+            # The run's own prediction is of all groups; the page's model is of one.
+            whole = {"iteration_s": predicted, "tokens_per_s": (_number(event.get("tokens")) or 0.0) / predicted}
+            self._extra["predicted"] = {**self._extra["predicted"], **whole}
         off = seconds / predicted - 1 if predicted and seconds else 0.0
         if (off > DRIFT) != self._drifts and predicted:
             self._drifts = off > DRIFT

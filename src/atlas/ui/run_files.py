@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,11 +45,14 @@ class PageFacts:
     """Of the whole run; 0: unknown."""
     slower: int = 1
     device: str = ""
+    num_groups: int = 1
+    """Groups of pipelines; `job.yaml` has one of them."""
 
 
 def write_facts(folder: Path, facts: PageFacts, job: Job) -> None:
     """Begin the files of a run. Those of an earlier run in this folder are continued, as a resumed run does."""
     _make(folder)
+    facts = replace(facts, num_groups=len(job.parts))
     write_whole(folder / FACTS, (json.dumps(asdict(facts), indent=1) + "\n").encode())
     write_whole(folder / JOB, job_text(job).encode())
 
