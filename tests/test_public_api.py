@@ -17,6 +17,7 @@ import pytest
 
 import atlas
 from atlas.api import PlanSearch, Simulation, WhatIf
+from atlas.planner.space import KEEPABLE
 
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "examples" / "tiny.yaml"
@@ -115,6 +116,18 @@ def test_a_plan_is_saved_and_simulated_as_planned(search: PlanSearch, tmp_path: 
         assert again.best.row()["iteration_s"] == pytest.approx(search.plan.predicted.iteration_s, rel=1e-3)
     assert search.table()[0]["lost"] == ""
     assert "<iframe" in search._repr_html_()
+
+
+def test_a_plan_under_a_named_schedule_is_searched_with_its_own_tries_and_seed() -> None:
+    job = atlas.load_job(TINY.parent / "gpt-a.yaml", ["cluster.wan.latency_ms=97"])
+    plan = atlas.plan(job, keep=KEEPABLE, tries=24, seed=3, break_even=False).plan
+    assert (plan.schedule.name, plan.schedule.tries, plan.schedule.seed) == ("atlas", 24, 3)
+
+    def simulated_s(**asked: Any) -> float:
+        return atlas.simulate(plan, **asked).best.single.makespan_ns / 1e9
+
+    assert simulated_s(schedule="atlas") == pytest.approx(simulated_s())
+    assert simulated_s(schedule="atlas", tries=150) < 0.99 * simulated_s()
 
 
 def test_a_sweep_shows_itself_as_a_curve() -> None:

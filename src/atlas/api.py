@@ -137,19 +137,18 @@ def simulate(
 
     Without `schedule` and `tcp`, a job runs under gpipe, 1f1b and varuna on one TCP connection and under every schedule
     on many, and a plan runs as it was planned. The `job` of a plan with several groups of pipelines stands for all of
-    them, as for `train`; `job.alone()` is its slowest group. `tries` and `seed` are those of the schedule search;
-    `iterations` simulates several in a row; `jitter_runs` repeats the run with the job's `jitter`. `progress(what,
-    done, total)` is called during a search.
+    them, as for `train`; `job.alone()` is its slowest group. `tries` and `seed` are those of the schedule search
+    (default: the plan's, if there is one); `iterations` simulates several in a row; `jitter_runs` repeats the run with
+    the job's `jitter`. `progress(what, done, total)` is called during a search.
     """
     asked = {"schedule": schedule, "tcp": tcp, "tries": tries, "iterations": iterations}
     require_arguments("simulate", **asked, seed=seed, jitter_runs=jitter_runs or None)
     job, plan = opened(job)
     names = [schedule] if isinstance(schedule, str) else schedule or None
-    as_planned = plan if names is None and tcp is None else None
-    if as_planned is not None:
-        how = as_planned.schedule
-        choices, sharing = [(how.name, how.tcp)], how.sharing
-        tries, seed = tries or how.tries or None, how.seed
+    if plan is not None:
+        tries, seed = plan.schedule.search(tries, seed)
+    if plan is not None and names is None and tcp is None:
+        choices, sharing = [(plan.schedule.name, plan.schedule.tcp)], plan.schedule.sharing
     else:
         choices, sharing = choices_of(names, tcp), True
     search: dict[str, Any] = {"sharing": sharing, "budget": tries, "seed": seed, "progress": progress}

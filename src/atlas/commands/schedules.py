@@ -35,11 +35,12 @@ def run(args: argparse.Namespace) -> int:
         _list(args.json)
         return 0
     schedule = find_schedule(args.show[0], "--show")
-    job, _ = load_job_or_plan(args.show[1], args.set)
+    job, plan = load_job_or_plan(args.show[1], args.set)
+    tries, seed = plan.schedule.search(args.tries, args.seed) if plan is not None else (args.tries, args.seed)
     if job.groups:
         remark(f"this is one of the plan's {len(job.groups)} groups of pipelines")
     with Meter() as meter:
-        program = build(prepare(job, schedule, args.tcp), schedule, budget=args.tries, seed=args.seed, progress=meter)
+        program = build(prepare(job, schedule, args.tcp), schedule, budget=tries, seed=seed, progress=meter)
     sys.stdout.write(to_torch_csv(program) if args.torch else to_text(program))
     return 0
 

@@ -56,6 +56,10 @@ class PlanSchedule(Frozen):
     """Orders that the search tried; the same number and seed find the same order."""
     seed: Annotated[int, Field(strict=True, ge=0, le=2**32 - 1)] = 0
 
+    def search(self, tries: int | None, seed: int) -> tuple[int | None, int]:
+        """Tries and seed of a search for this plan: the plan's own, unless others are given."""
+        return tries or self.tries or None, seed or self.seed
+
 
 class Predicted(Frozen):
     """The simulator's figures of the plan."""
