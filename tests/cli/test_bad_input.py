@@ -123,6 +123,15 @@ def test_a_run_that_cannot_start_or_finish(atlas: Atlas, tmp_path: Path) -> None
     refused(atlas("plan", "tiny.yaml", "--pareto", "front.svg", "--out", "plan.yaml"), "--pareto", "usd_per_gpu_hour")
 
 
+def test_job_files_are_not_written_for_a_plan_with_an_unknown_schedule(atlas: Atlas, tmp_path: Path) -> None:
+    plan = ("plan", "tiny.yaml", "--tries", "0", "--no-break-even", "--out", "link")
+    assert atlas(*plan).code == 0
+    (tmp_path / "link").write_text((tmp_path / "link").read_text().replace("schedule: {name: ", "schedule: {name: x"))
+    (tmp_path / "bad.yaml").write_text("steps: 2\n")
+    how = ("--recipe", "bad.yaml", "--target", "slurm", "--out", "jobs", "--rendezvous", "host:7700")
+    refused(atlas("launch", "link", *how), "schedule.name", "no such schedule", "Did you mean")
+
+
 def test_a_wrong_set(atlas: Atlas) -> None:
     refused(atlas("simulate", "tiny.yaml", "--set", "pp", *OUTPUTS), "--set", "key=value")
     refused(atlas("simulate", "tiny.yaml", "--set", "cluster.wan.latncy_ms=3", *OUTPUTS), "latncy_ms", "'latency_ms'")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, pairwise
 
 import numpy as np
 import pytest
@@ -192,6 +192,13 @@ def test_warm_ups_do_not_depend_on_the_links() -> None:
     fast, slow = (warm_ups(setting_of(latency, wan)) for latency, wan in ((1, 5), (90, 200)))
     assert fast == slow
     assert len(fast) > 2
+
+
+def test_more_memory_keeps_the_warm_ups_of_less() -> None:
+    wide = setting_of(90, 200)
+    kept = [set(warm_ups(replace(wide, memory=Memory(cap)))) for cap in range(2, 13)]
+    assert all(less <= more for less, more in pairwise(kept))
+    assert len(kept[-1]) > len(kept[0])
 
 
 @pytest.mark.parametrize(("latency_ms", "wan_ms"), [(1, 5), (40, 60), (90, 200)])

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from atlas.commands.network_flags import rendezvous_of
 from atlas.console import make_folder, require_folder
+from atlas.evaluate import find_schedule
 from atlas.launch.job_files import PORTS, TARGETS, LaunchChoice, write_files
 from atlas.launch.preflight import require_executable
 from atlas.launch.site_network import PortRange
@@ -45,6 +46,7 @@ def run(args: argparse.Namespace) -> int:
     require_executable(job)
     if plan is not None:
         require_runnable(plan)
+        find_schedule(plan.schedule.name, f"{args.plan}: schedule.name")
     rendezvous_of(args)
     if args.ports is not None:
         PortRange.of(args.ports)

@@ -10,7 +10,7 @@ simulation each. The schedule `1f1b-eager` is the fastest of a fixed set of warm
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -26,6 +26,8 @@ EXTRA = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 64
 """Forwards ahead for every slow boundary, beyond those of 1F1B."""
 MANY_EVENTS = 1_000_000
 """Of all warm-ups together: larger jobs try fewer of them."""
+CUT_EVENTS = 1_000_000
+"""Of all warm-ups that are cut to less memory than the job has: larger jobs try none."""
 
 
 def eager_of(setting: Setting, progress: Progress | None = None) -> Program:
@@ -63,7 +65,17 @@ def warm_ups(setting: Setting) -> list[tuple[int, ...]]:
         [layout.num_stages - 1 - s + math.ceil(extra * sum(slow[s:])) for s in range(layout.num_stages)]
         for extra in EXTRA[:: max(1, -(-len(EXTRA) * events // MANY_EVENTS))]
     )
-    return list(dict.fromkeys(within(one, layout, setting.memory) for one in wanted))
+    return list(dict.fromkeys(shorter for one in wanted for shorter in _and_tighter(one, setting)))
+
+
+def _and_tighter(wanted: list[int], setting: Setting) -> Iterator[tuple[int, ...]]:
+    """A warm-up within memory, and within every tighter memory that cuts it: a short one can be the fastest, and more
+    memory never loses one. Large jobs try none of them."""
+    layout = setting.layout
+    room = _room(setting.memory, layout.num_microbatches)
+    yield _cut(wanted, layout, room)
+    if len(EXTRA) * layout.num_microbatches * layout.about_events(split=False) <= CUT_EVENTS:
+        yield from (_cut(wanted, layout, less) for less in range(1, min(room, wanted[0] + 1)))
 
 
 def eager(layout: Layout, costs: Costs, memory: Memory, *, recompute: bool, sharing: bool) -> Program:
@@ -74,12 +86,20 @@ def eager(layout: Layout, costs: Costs, memory: Memory, *, recompute: bool, shar
 
 def within(wanted: list[int], layout: Layout, memory: Memory) -> tuple[int, ...]:
     """By stage: the forwards ahead that memory has room for."""
-    num_mb = layout.num_microbatches
-    room = (memory.cap - memory.acquire[Kind.R]) // memory.acquire[Kind.F] if memory.acquire[Kind.F] else num_mb
+    return _cut(wanted, layout, _room(memory, layout.num_microbatches))
+
+
+def _room(memory: Memory, num_mb: int) -> int:
+    """How many microbatches fit."""
+    return (memory.cap - memory.acquire[Kind.R]) // memory.acquire[Kind.F] if memory.acquire[Kind.F] else num_mb
+
+
+def _cut(wanted: list[int], layout: Layout, room: int) -> tuple[int, ...]:
+    """By stage: the forwards ahead, with at most `room` microbatches in flight."""
     if wanted[0] > max(room - 1, 0):
         # Cut in proportion: neighbours that run equally far ahead go in lockstep, so no long row of them may.
         wanted = [ahead * max(room - 1, 0) // wanted[0] for ahead in wanted]
-    return tuple(min(num_mb, ahead) for ahead in wanted)
+    return tuple(min(layout.num_microbatches, ahead) for ahead in wanted)
 
 
 def written(layout: Layout, aheads: Sequence[int], memory: Memory, *, recompute: bool, sharing: bool) -> Program:
