@@ -190,6 +190,7 @@ class KvStore:
         parcel = self._parcels.pop(ticket, None)
         if parcel is not None:
             self._used[parcel.tenant] -= parcel.num_bytes
+            parcel.slabs = []  # who still has the parcel does not hold its memory
             parcel.on_release()
 
     def blocks(self, wanted: WantedBlocks) -> Sequence[KvBlock]:

@@ -11,7 +11,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +66,14 @@ class ConnectedWorker:
     ready: bool = False
     share: float = 1.0
     """Of each wait: the share that was last sent."""
+    heard_ns: int = field(default_factory=time.monotonic_ns)
+    """When it last sent anything."""
+    is_silent: bool = False
+    """It sends nothing although it has prefills to do: it gets no others until it sends again."""
+
+    @property
+    def is_usable(self) -> bool:
+        return self.ready and not self.is_silent
 
     @property
     def part(self) -> RemotePart | None:
@@ -195,6 +203,10 @@ class WorkerConnections(FrameServer):
 
     def _take(self, member: ConnectedWorker, frame: WireFrame) -> None:
         listener, fields = self.listener, frame.fields
+        member.heard_ns = time.monotonic_ns()
+        if member.is_silent:
+            member.is_silent = False
+            listener.joined(member)
         if frame.kind == READY:
             member.ready = True
             listener.joined(member)

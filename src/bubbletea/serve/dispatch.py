@@ -2,7 +2,7 @@
 together, and the caller gets keys, values and logits. An admitted prefill is finished or handed back, never dropped:
 after the loss of a worker it starts again on another lane or waits for one, and is handed back if none comes in time.
 
-The planner decides where a prefill runs. `_PrefillRun.sent` records which workers got its tasks: it decides what is
+The planner decides where a prefill runs. `PrefillRun.sent` records which workers got its tasks: it decides what is
 lost with a worker, and which workers get a cancel when the plan moves a prefill to another lane.
 
 Everything runs on the event loop. Knows workers, admission and memory; not HTTP, not text.
@@ -16,7 +16,6 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor
@@ -32,7 +31,7 @@ from bubbletea.serve.admission import TICK_S, Admission
 from bubbletea.serve.connections import ConnectedWorker, WorkerConnections
 from bubbletea.serve.metrics import ServiceMetrics
 from bubbletea.serve.planner import Planner
-from bubbletea.serve.prefills import HandedBack, Prefilled, Prompt
+from bubbletea.serve.prefills import RESTART_NS, HandedBack, Prefilled, PrefillRun, Prompt
 from bubbletea.serve.prefix_store import PrefixStore
 from bubbletea.serve.slowdown_limit import SlowdownLimit
 
@@ -42,42 +41,14 @@ LATE_NS = 50_000_000
 STUCK_S, STUCK_PERIODS = 1.0, 3
 """A prefill that is due and makes no progress for this long moves to another lane: the waits of a worker may be too
 short or too uncertain for it, and those of another one not."""
+SILENT_NS, SILENT_PERIODS = SECOND, 2
+"""A worker that has sent nothing for this long is silent: it reports its waits in every period."""
 MAX_FAILURES = 4
 """Of one prefill; then it is handed back to its client."""
 LANE_S = 60.0
 """An admitted prefill that has waited this long for a lane is handed back."""
 OWED_NS = 60 * SECOND
 """An online request may use the share of waits that it was admitted with for this long."""
-RESTART_NS = 5 * SECOND
-"""Losses within this time count as one failure: a restart of training ends all its workers, one after the other."""
-
-
-@dataclass(eq=False)
-class _PrefillRun:
-    job: int
-    prompt: Prompt
-    request: PrefillRequest
-    parcel: Parcel
-    future: asyncio.Future[Prefilled]
-    admitted_ns: int
-    attempt: int = 0
-    """Increases when its tasks are cancelled: results of earlier attempts are ignored."""
-    sent: tuple[ConnectedWorker, ...] = ()
-    """The workers that have its tasks now, by stage."""
-    due_ns: int = 0
-    """The deadline that was sent to the workers."""
-    expected_ns: int = 0
-    """Its planned delivery."""
-    cached: int = 0
-    logits: Tensor | None = None
-    first_ns: int = 0
-    since_ns: int = 0
-    """Since when it has made no progress although it could."""
-    num_failures: int = 0
-    lost_ns: int = -RESTART_NS
-    """The last loss of its workers that counted as a failure."""
-    share: float = 0.0
-    """Of every wait: what admission counted on for an online request."""
 
 
 class Dispatcher:
@@ -100,8 +71,8 @@ class Dispatcher:
         self.limit, self._paused = limit, False
         self.admission = Admission(planner, store, metrics, limit)
         self._jobs = itertools.count(1)
-        self._runs: dict[int, _PrefillRun] = {}
-        self._by_request: dict[str, _PrefillRun] = {}
+        self._runs: dict[int, PrefillRun] = {}
+        self._by_request: dict[str, PrefillRun] = {}
         self._ticker: asyncio.Task[None] | None = None
         self.on_lanes: Callable[[int], None] = lambda num_lanes: None
         """Called with the number of usable lanes when it may have changed."""
@@ -149,7 +120,7 @@ class Dispatcher:
         found, request = await self.admission.admit(request, num_tokens, prompt.key)
         parcel = self.store.reserve(ticket, len(prompt.tokens), num_tokens, prompt.tenant, at_workers=prompt.hands_off)
         assert parcel is not None, "there was room a moment ago"
-        run = _PrefillRun(next(self._jobs), prompt, request, parcel, asyncio.get_running_loop().create_future(), now_ns)
+        run = PrefillRun(next(self._jobs), prompt, request, parcel, asyncio.get_running_loop().create_future(), now_ns)
         share = self.planner.forecast.share if prompt.kind == "online" else 0.0
         run.since_ns, run.share = request.arrival_ns, share
         self._runs[run.job] = self._by_request[ticket] = run
@@ -171,7 +142,7 @@ class Dispatcher:
         return hashes if not num_tokens or self.prefixes.times.pays(num_tokens, compute_ns) else ()
 
     # ---- tasks -------------------------------------------------------------------------------------------------
-    def _send(self, run: _PrefillRun, placement: Placement) -> None:
+    def _send(self, run: PrefillRun, placement: Placement) -> None:
         """Sends the tasks of a placement to the workers of its lane."""
         hashes, request, lane = run.request.block_hashes, placement.request, placement.lane
         run.cached = min(placement.cached_tokens, self.prefixes.longest(hashes, request.prompt_tokens))
@@ -186,7 +157,8 @@ class Dispatcher:
         run.due_ns = request.deadline_ns or NEVER - 1 if request.kind == "online" else NEVER
         ends = tuple(end for end in placement.ends if end > run.cached)
         self._expect(run, placement.delivered_ns)
-        run.sent, run.since_ns = self.connections.of_lane(lane), time.monotonic_ns()
+        run.sent = self.connections.of_lane(lane)
+        run.stay(time.monotonic_ns())
         ticket = run.parcel.ticket if run.prompt.hands_off else ""
         peers = tuple(member.transport for member in run.sent)
         rest = (run.due_ns, peers, placement.delivered_ns, ticket, began_ns)
@@ -198,19 +170,19 @@ class Dispatcher:
             first, end = lane.layers(stage)
             self.connections.send(member, task, run.prompt.tokens, cached[first:end])
 
-    def _recall(self, run: _PrefillRun) -> None:
+    def _recall(self, run: PrefillRun) -> None:
         """Cancels its tasks on the workers that have them."""
         for member in run.sent:
             self.connections.cancel(member, run.job, run.attempt)
         run.attempt, run.logits, run.sent = run.attempt + 1, None, ()
         run.parcel.restart()
 
-    def _expect(self, run: _PrefillRun, delivered_ns: int) -> None:
+    def _expect(self, run: PrefillRun, delivered_ns: int) -> None:
         """Sets the expected delivery, and with it when its memory will be free."""
         run.expected_ns = delivered_ns
         run.parcel.expected_s = delivered_ns / SECOND + run.prompt.kept_s
 
-    def _again(self, run: _PrefillRun, why: str, *, is_loss: bool = False, elsewhere: bool = False) -> None:
+    def _again(self, run: PrefillRun, why: str, *, is_loss: bool = False, elsewhere: bool = False) -> None:
         """Restarts it as soon as there is a lane; hands it back after too many failures. `elsewhere`: on another lane,
         and this is not a failure."""
         if run.future.done():
@@ -227,19 +199,36 @@ class Dispatcher:
         else:
             self.planner.again(run.request.id, now_ns, elsewhere=elsewhere)
 
-    def _is_stuck(self, run: _PrefillRun, now_ns: int, stuck_s: float) -> bool:
+    def _is_stuck(self, run: PrefillRun, now_ns: int, stuck_s: float) -> bool:
         """Whether it moves to another lane: it is late and makes no progress, although prefill is allowed."""
         period_s = self.planner.forecast.period_ns / SECOND
         may_run = self.limit is None or self.limit.allowed > 0
-        is_late = bool(run.sent) and run.expected_ns + LATE_NS < now_ns
+        is_late = bool(run.sent) and min(run.planned_ns, run.expected_ns) + LATE_NS < now_ns
         return is_late and may_run and self.planner.num_lanes > 1 and stuck_s > STUCK_S + STUCK_PERIODS * period_s
 
-    def _hand_back(self, run: _PrefillRun, why: str) -> None:
+    def _leave_stuck(self, run: PrefillRun, now_ns: int) -> None:
+        """It moves to another lane. If its workers have sent nothing for some periods, and others have, all prefills of
+        its lane move, and the lane gets no others until its workers send again."""
+        why = "it made no progress on this copy of the model"
+        since_ns = now_ns - SILENT_NS - SILENT_PERIODS * self.planner.forecast.period_ns
+        is_heard = {member: member.heard_ns > since_ns for member in self.connections.members.values()}
+        silent = [member for member in run.sent if not is_heard[member]]
+        if not silent or not any(is_heard.values()):
+            self._again(run, why, elsewhere=True)
+            return
+        for member in silent:
+            member.is_silent = True
+            log.warning("worker %s sends nothing: its prefills move to other workers", member.name)
+        for other in [other for other in self._runs.values() if not set(silent).isdisjoint(other.sent)]:
+            self._again(other, why, elsewhere=True)
+        self._update_lanes()
+
+    def _hand_back(self, run: PrefillRun, why: str) -> None:
         if not run.future.done():
             self.metrics.handed_back.inc()
             run.future.set_exception(HandedBack(why))
 
-    def _forget(self, run: _PrefillRun) -> None:
+    def _forget(self, run: PrefillRun) -> None:
         if self._runs.pop(run.job, None) is None:
             return
         del self._by_request[run.request.id]
@@ -259,7 +248,7 @@ class Dispatcher:
 
     def _update_lanes(self) -> None:
         now_ns = time.monotonic_ns()
-        self.planner.set_alive((m.worker for m in self.connections.members.values() if m.ready), now_ns)
+        self.planner.set_alive((m.worker for m in self.connections.members.values() if m.is_usable), now_ns)
         self.metrics.lanes.set(self.planner.num_lanes)
         self.on_lanes(self.planner.num_lanes)
         self._follow(self.planner.advance(now_ns))
@@ -275,7 +264,7 @@ class Dispatcher:
         run = self._runs.get(job)
         if run is None or run.attempt != attempt:
             return
-        run.since_ns = time.monotonic_ns()
+        run.stay(time.monotonic_ns())
         run.first_ns = run.first_ns or run.since_ns
         try:
             note(run.parcel)
@@ -299,7 +288,7 @@ class Dispatcher:
         """A worker has received its layers of a cached prefix."""
         self.prefixes.times.loaded(num_tokens, took_ns)
 
-    def _finish(self, run: _PrefillRun) -> None:
+    def _finish(self, run: PrefillRun) -> None:
         if run.logits is None or run.future.done() or not run.parcel.is_complete:
             return
         now_ns = time.monotonic_ns()
@@ -313,7 +302,7 @@ class Dispatcher:
         times = run.admitted_ns, run.first_ns or now_ns, now_ns
         run.future.set_result(Prefilled(run.parcel, run.logits, run.cached, *times, parts))
 
-    def _lease(self, run: _PrefillRun) -> None:
+    def _lease(self, run: PrefillRun) -> None:
         """Its workers keep it for decode engines until it is released or has expired here."""
         members, ticket = run.sent, run.parcel.ticket
         for member in members:
@@ -367,7 +356,7 @@ class Dispatcher:
             recent = (run.share for run in self._runs.values() if now_ns < run.admitted_ns + OWED_NS)
             self.limit.owe(max(recent, default=0.0))
             self.connections.share(0.0 if self._paused else self.limit.allowed)
-        urgent: dict[tuple[ConnectedWorker, ...], _PrefillRun] = {}
+        urgent: dict[tuple[ConnectedWorker, ...], PrefillRun] = {}
         for run in self._runs.values():
             if run.sent and not run.future.done():
                 first = urgent.setdefault(run.sent, run)
@@ -378,18 +367,18 @@ class Dispatcher:
         self.store.drop_expired()
         self.metrics.gauges(self)
 
-    def _look_after(self, run: _PrefillRun, now_ns: int, *, is_first: bool) -> None:
+    def _look_after(self, run: PrefillRun, now_ns: int, *, is_first: bool) -> None:
         """`is_first`: it is the most urgent prefill of its workers, so it should make progress."""
         waits = not run.sent and self.planner.is_waiting(run.request.id)
         if not waits and (self._paused or not is_first):
-            run.since_ns = now_ns  # others go first
+            run.stay(now_ns)  # others go first
         stuck_s = (now_ns - run.since_ns) / SECOND
         if waits and stuck_s > self.lane_s:
             self._hand_back(run, f"no worker has had room for it for {self.lane_s:g} s")
         elif run.sent and stuck_s > self.patience_s + 2 * self.planner.forecast.period_ns / SECOND:
             self._again(run, f"it made no progress in {stuck_s:.0f} s")
         elif self._is_stuck(run, now_ns, stuck_s):
-            self._again(run, "it made no progress on this copy of the model", elsewhere=True)
+            self._leave_stuck(run, now_ns)
         elif run.sent and run.expected_ns + LATE_NS < now_ns:
             done = min(run.parcel.num_complete, run.request.prompt_tokens - 1)  # all but the logits
             self._follow(self.planner.late(run.request.id, done, now_ns))

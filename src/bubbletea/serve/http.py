@@ -1,7 +1,7 @@
 """The HTTP server: uvicorn with h11, with time limits for slow clients, and a shutdown that finishes admitted requests.
 
-uvicorn has a time limit for idle connections but not for headers; `HeaderTimeout` adds it. Knows connections; not
-requests.
+uvicorn has a time limit for idle connections but not for headers; `HeaderTimeout` adds it. Its log has no line for
+what a client does wrong: clients without a key could fill it. Knows connections; not requests.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import time
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -47,6 +48,17 @@ class HeaderTimeout(H11Protocol):
         self._settle()
         super().connection_lost(exc)
 
+    def send_400_response(self, msg: str) -> None:
+        """What the client sent is not HTTP. uvicorn responds to that also after and during another response, and lets
+        the application respond again; h11 raises an error for both."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True  # the application's response is dropped
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self.transport.close()
+
     def _await_headers(self) -> None:
         self._deadline = self.loop.call_later(HEADERS_S, self._expire)
         waiting = _WAITING.setdefault(self.server_state, {})
@@ -80,7 +92,7 @@ class HttpServer(uvicorn.Server):
             ws="none",
             loop="asyncio",
             lifespan="off",
-            log_level="warning",
+            log_level="error",
             access_log=False,
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_S,

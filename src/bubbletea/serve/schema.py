@@ -148,6 +148,8 @@ class _Answered(_Strict):
     def _options_are_of_a_stream(self) -> _Answered:
         if self.stream_options is not None and not self.stream:
             raise _refusal("stream_options", "is allowed only together with stream: true")
+        if self.stream_options and self.stream_options.continuous_usage_stats and not self.with_usage:
+            raise _refusal("stream_options.continuous_usage_stats", "is allowed only together with include_usage: true")
         return self
 
     @property
@@ -156,8 +158,7 @@ class _Answered(_Strict):
 
     @property
     def with_running_usage(self) -> bool:
-        """As in vLLM, only together with include_usage."""
-        return self.with_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
 class _Common(_Sampled, _Answered):

@@ -235,8 +235,13 @@ class Service:
     async def _decode(self, asked: TextRequest, found: Prefilled, tokens: list[int]) -> AsyncIterator[Delta]:
         loop, queue = asyncio.get_running_loop(), asyncio.Queue[tuple[int, str | None]]()
 
+        def arrived(token: int, why: str | None) -> None:
+            queue.put_nowait((token, why))
+            if why is not None:  # now, and not when the client has read everything: it may never do so
+                self.dispatcher.store.release(found.parcel.ticket)
+
         def on_token(token: int, why: str | None) -> None:
-            loop.call_soon_threadsafe(queue.put_nowait, (token, why))
+            loop.call_soon_threadsafe(arrived, token, why)
 
         assert self.decoder is not None, "refused before"
         began_s, count = time.monotonic(), 0

@@ -310,6 +310,12 @@ def test_in_the_prefill_role_decoding_is_left_to_the_engine(service: Serving, en
         ("chat", {"messages": [{"role": "user", "content": "a", "name": "a"}]}, "messages.0.name", ""),
         ("chat", {"messages": [{"role": "tool", "content": "a"}]}, "messages.0.role", ""),
         ("chat", {"stream_options": {"include_usage": True}}, "stream_options", "stream"),
+        (
+            "completions",
+            {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+            "stream_options.continuous_usage_stats",
+            "include_usage",
+        ),
         ("completions", {"logprobs": 3}, "logprobs", "decode with vLLM"),
         ("completions", {"suffix": "a"}, "suffix", "suffix: not supported here. Leave it out"),
         ("completions", {"stream": "yes"}, "stream", ""),

@@ -17,8 +17,10 @@ from serving import TINY
 from torch import Tensor
 
 from bubbletea.costs import LayerTime
+from bubbletea.frames import WireFrame
 from bubbletea.kv_blocks import KvBlock
 from bubbletea.prefill.job import PrefillTask
+from bubbletea.prefill.messages import REPORT
 from bubbletea.serve.assemble import assemble
 from bubbletea.serve.auth import ApiKeys
 from bubbletea.serve.connections import ConnectedWorker, WorkerConnections
@@ -51,6 +53,11 @@ class Workers:
         member = ConnectedWorker(worker, f"w{worker}", "here", 1, transport, fake, fake, ready=True)
         self.members[worker], self.held[member] = member, {}
         self.listener.joined(member)
+
+    def hear(self, worker: int) -> None:
+        """It reports that it has waited, once more."""
+        nothing: dict[str, Any] = {"ran": [], "waits": [], "loads": []}
+        WorkerConnections._take(cast(Any, self), self.members[worker], WireFrame(REPORT, nothing))
 
     def leave(self, worker: int) -> None:
         member = self.members.pop(worker)
@@ -313,6 +320,41 @@ def test_a_request_that_its_lane_does_not_run_moves_to_another() -> None:
         (after,) = (worker for worker, member in played.workers.members.items() if played.workers.held[member])
         assert after != before
         assert isinstance((await played.finish_all())[0], Prefilled)
+
+    play(story)
+
+
+@pytest.mark.parametrize("returns", [False, True])
+def test_a_worker_that_hangs_holds_up_no_request(returns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its connection stays, as that of a stopped process does. Offline and online requests, and new ones."""
+    clock_ns = [time.monotonic_ns()]
+    monkeypatch.setattr(time, "monotonic_ns", lambda: clock_ns[0])
+
+    async def story(played: Played) -> None:
+        for worker in range(2):
+            played.workers.join(worker)
+        hangs, works = (played.workers.members[worker] for worker in range(2))
+        for number in range(12):
+            await played.ask(100 + 20 * number, offline=number % 2 == 0)
+        hangs.heard_ns += 10_000_000  # its last report follows its last result
+        for _ in range(500):  # 10 s
+            clock_ns[0] += 20_000_000
+            works.heard_ns = clock_ns[0]
+            played.workers.finish(1)
+            await played.tick()
+            played.check()
+        assert all(task.done() for task in played.tasks)
+        for _ in range(4):
+            await played.ask(100)
+        assert not played.workers.held[hangs]
+        assert len(played.workers.held[works]) == 4
+        if returns:
+            played.workers.hear(0)
+            for _ in range(4):
+                await played.ask(100)
+            await played.tick()
+            assert played.workers.held[hangs]
+        assert all(isinstance(one, Prefilled) for one in await played.finish_all())
 
     play(story)
 
