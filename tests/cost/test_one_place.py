@@ -24,14 +24,15 @@ from atlas.cost.memory import memory_rule, worker_memory
 from atlas.cost.memory_rule import WorkerMemory
 from atlas.cost.price import can_share, layout_of, price
 from atlas.cost.table import Costs, lower_bound
-from atlas.evaluate import evaluate
+from atlas.ir.assemble import with_optimizer
 from atlas.ir.program import Kind
 from atlas.planner.candidate import Candidate
 from atlas.planner.estimate import Estimate, estimate
 from atlas.planner.estimated_candidates import depths, entry_of, single_groups, variants, worker_setups
-from atlas.planner.judge import judge
+from atlas.planner.judge import judge, simulate_group
 from atlas.planner.objective import Objective
 from atlas.planner.space import KEEPABLE, space_of
+from atlas.sim.simulate import simulate
 from atlas.spec import GPUS, Job, load_job, override
 
 KEEP = [word for key in KEEPABLE for word in ("--keep", key)]
@@ -244,10 +245,11 @@ def test_a_candidate_waits_for_its_circuits_as_long_as_its_simulation(job: Path,
     loaded = on_rails(job, *RAILS[name])
     space, cluster = space_of(loaded, keep=KEEPABLE), cluster_arrays.cluster_arrays(loaded)
     for entry in single_groups(space, cluster, Objective())[0]:
-        simulated = evaluate(entry.candidate.job(loaded), "1f1b-eager", sharing=entry.candidate.sharing)
-        assert simulated.costs.circuits is not None
+        group = simulate_group(entry.candidate.job(loaded), entry.candidate)
+        assert group.costs.circuits is not None
+        whole = simulate(with_optimizer(group.timeline.program), group.costs)
         judged_s = judge(space, cluster, entry.candidate).figures.iteration_s
-        assert judged_s == pytest.approx(simulated.single.makespan_ns / 1e9, abs=1e-8)
+        assert judged_s == pytest.approx(whole.makespan_ns / 1e9, abs=1e-8)
 
 
 def on_rails(path: Path, changes: dict[str, Any], fabric: dict[str, Any]) -> Job:
