@@ -29,7 +29,8 @@ from common.plain_llama import PlainLlama, PlainShape
 from common.report import Report, not_measured
 from common.stack_samples import newest, sample_workers, table
 
-from atlas.cost.memory import peak_memory
+from atlas.cost.arrange import arrange
+from atlas.cost.memory import peak_memory, worker_memory
 from atlas.cost.table import kind_costs, uniform_costs
 from atlas.errors import WorkerError
 from atlas.ir.assemble import assemble, with_optimizer
@@ -227,7 +228,7 @@ def planned_bytes(shape: PlainShape, kind: str, num_microbatches: int) -> int:
             "microbatch": shape.microbatch,
         }
     )
-    return peak_memory(job, program_of(kind, num_microbatches))[0][1]
+    return peak_memory(job, program_of(kind, num_microbatches), worker_memory(job, arrange(job)))[0][1]
 
 
 # ---- the figures -----------------------------------------------------------------------------------------------------

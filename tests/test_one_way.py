@@ -19,7 +19,7 @@ MAX_FILES = 20
 ONCE = {
     "spec/document.py": ["parse_yaml"],
     "cost/arrange.py": ["arrange"],
-    "cost/memory.py": ["worker_memory", "batch_memory"],
+    "cost/memory.py": ["worker_memory", "memory_rule", "max_layers"],
     "cost/price.py": ["price"],
     "evaluate.py": ["prepare", "evaluate"],
     "ir/assemble.py": ["check"],

@@ -153,7 +153,8 @@ def simulate(
         choices, sharing = choices_of(names, tcp), True
     search: dict[str, Any] = {"sharing": sharing, "budget": tries, "seed": seed, "progress": progress}
     wholes: list[PlanSimulation] = []
-    if (groups := several_groups_of(job, plan)) is not None:
+    groups = several_groups_of(job, plan) if plan is not None or job.groups else None
+    if groups is not None:
         search["run"] = partial(slowest_group, wholes, cluster_arrays(job), groups)
     results, skipped = evaluate_all(
         job, choices, skip=names is None, iterations=iterations, jitter_runs=jitter_runs, **search

@@ -26,6 +26,7 @@ EXTRAS = {
     "obstore": "s3",
     "starlette": "serve",
     "uvicorn": "serve",
+    "h11": "serve",
     "prometheus_client": "serve",
     "jinja2": "serve",
 }

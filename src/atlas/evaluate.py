@@ -19,8 +19,7 @@ from atlas.arguments import CHOICES, NUMBERS, OPTIONAL, TEXTS, WHOLE
 from atlas.cost.arrange import Arrangement, arrange
 from atlas.cost.cluster_arrays import GIB
 from atlas.cost.compute import flops_per_token, pricing
-from atlas.cost.memory import memory_rule, peak_memory, worker_memory
-from atlas.cost.memory_rule import WorkerMemory
+from atlas.cost.memory import WorkerMemory, memory_rule, peak_memory, worker_memory
 from atlas.cost.price import Tcp, can_share, layout_of, price
 from atlas.cost.table import Costs
 from atlas.errors import AtlasError, InfeasibleError, SpecError
@@ -146,7 +145,7 @@ def rows(results: Sequence[Result]) -> list[dict[str, Any]]:
 
 def _tightest(case: Case, program: Program) -> tuple[int, int]:
     """(need, cap) in bytes of the GPU that has least to spare."""
-    needs = peak_memory(case.job, program, workers=case.workers)
+    needs = peak_memory(case.job, program, case.workers)
     worker, need = min(needs, key=lambda found: found[0].cap - found[1])
     return need, worker.cap
 

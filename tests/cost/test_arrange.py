@@ -63,7 +63,7 @@ def test_no_stage_has_more_layers_than_fit() -> None:
 def test_a_model_that_fits_with_no_split_has_the_fastest_one() -> None:
     changes = ["model.hidden=4096", "model.heads=32", "model.layers=400"]
     with pytest.raises(InfeasibleError, match="GiB"):
-        memory_rule(load_job(TINY, changes))
+        memory_rule(load_job(TINY, changes), arrange(load_job(TINY, changes)))
 
 
 def test_the_stage_with_the_lm_head_has_fewer_layers() -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from atlas.cost.arrange import arrange
 from atlas.cost.compute import pricing
 from atlas.cost.memory import worker_memory
 from atlas.cost.price import price
@@ -156,5 +157,5 @@ def test_measured_sizes_replace_those_of_the_shape(tmp_path: Path) -> None:
     piece = {**LAYER, "params": 10**8, "activation_bytes": 3e8}
     path.write_text(json.dumps({"entries": [{**ENTRY, "layer": piece}]}))
     sets = [f"profile={path}", "layers_per_stage=[2, 2, 2, 2]"]
-    worker = worker_memory(load_job(TINY, sets))[1]
+    worker = worker_memory(load_job(TINY, sets), arrange(load_job(TINY, sets)))[1]
     assert (worker.weights, worker.activations) == (2 * 10**8 * 2, 2 * 3 * 10**8)

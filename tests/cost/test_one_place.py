@@ -20,8 +20,7 @@ from atlas.cli import main
 from atlas.cost import cluster_arrays
 from atlas.cost.arrange import arrange
 from atlas.cost.cluster_arrays import GIB
-from atlas.cost.memory import memory_rule, worker_memory
-from atlas.cost.memory_rule import WorkerMemory
+from atlas.cost.memory import WorkerMemory, memory_rule, worker_memory
 from atlas.cost.price import can_share, layout_of, price
 from atlas.cost.table import Costs, lower_bound
 from atlas.ir.assemble import with_optimizer
@@ -140,7 +139,7 @@ def test_a_memory_rule(job: Path, capsys: pytest.CaptureFixture[str], monkeypatc
 def test_the_search_knows_how_many_microbatches_fit(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without recompute a microbatch is held whole from its forward to its backward."""
     loaded = load_job(job, ["recompute=false"])
-    before, workers = _searched(loaded), worker_memory(loaded)
+    before, workers = _searched(loaded), worker_memory(loaded, arrange(loaded))
     spare = min(worker.free - 1.5 * worker.kept for worker in workers)
     static = WorkerMemory.static.fget
     assert static is not None
@@ -202,7 +201,7 @@ def test_the_floor_of_the_search_is_close_to_the_lower_bound(job: Path, name: st
     changed, ratios = override(load_job(job), ["layers_per_stage=", "placement=", *CHANGES[name]]), []
     for found, v, candidate in _estimates(changed):
         one = candidate.job(changed)
-        rule, num_mb = memory_rule(one), one.num_microbatches
+        rule, num_mb = memory_rule(one, arrange(one)), one.num_microbatches
         bounds = (
             lower_bound(costs, num_mb, rule, recompute=one.recompute, closing=True)
             for costs in _priced(changed, candidate)

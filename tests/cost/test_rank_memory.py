@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from atlas.cost.arrange import arrange
 from atlas.cost.memory import worker_memory
 from atlas.runtime.flat import local_part
 from atlas.runtime.models.config import gpt
@@ -48,7 +49,7 @@ def test_a_rank_keeps_of_a_layer_and_of_the_loss_what_is_counted(mesh: DeviceMes
     layers, head = LayerRunner(list(decoder.layers.values()), None), LossHead(decoder.head, None)  # type: ignore[arg-type]
     around, targets = PassContext(torch.arange(LENGTH), None, None), torch.zeros(1, LENGTH, dtype=torch.int64)
     x = torch.zeros(1, LENGTH, WIDTH, requires_grad=True)
-    worker = worker_memory(job_of(mesh.size()))[3]
+    worker = worker_memory(job_of(mesh.size()), arrange(job_of(mesh.size())))[3]
     of_layer = kept_bytes(decoder, lambda: layers.forward(layers.layers[0], around, x))
     of_loss = kept_bytes(decoder, lambda: head.forward(targets, 1.0, x))
     assert of_layer == pytest.approx(worker.kept, rel=0.02), "statistics of norms and attention are not counted"

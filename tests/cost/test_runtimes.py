@@ -10,7 +10,7 @@ import pytest
 
 from atlas.cost.arrange import arrange
 from atlas.cost.cluster_arrays import ring_bps
-from atlas.cost.memory import worker_memory
+from atlas.cost.memory import WorkerMemory, worker_memory
 from atlas.cost.price import price
 from atlas.errors import SpecError
 from atlas.evaluate import evaluate
@@ -20,6 +20,10 @@ from atlas.spec import parse_job
 from atlas.spec.job import Job
 
 RUNTIMES = ("atlas", "megatron", "torch")
+
+
+def workers_of(job: Job) -> tuple[WorkerMemory, ...]:
+    return worker_memory(job, arrange(job))
 
 
 def job(runtime: str = "atlas", *, nodes: int = 4, gpu: str = "A100-80", **changes: Any) -> Job:
@@ -118,7 +122,7 @@ def test_a_group_that_fills_one_and_a_half_nodes_is_refused() -> None:
 
 # ---- memory --------------------------------------------------------------------------------------------------
 def test_layer_by_layer_recompute_holds_one_layers_activations() -> None:
-    ours, theirs = (worker_memory(job(runtime, tp=1))[0] for runtime in ("atlas", "megatron"))
+    ours, theirs = (workers_of(job(runtime, tp=1))[0] for runtime in ("atlas", "megatron"))
     assert theirs.stash == 2 * ours.stash  # the input of each of its two layers
     assert theirs.activations < theirs.kept
     assert theirs.overhead > 0 == ours.overhead
@@ -126,7 +130,7 @@ def test_layer_by_layer_recompute_holds_one_layers_activations() -> None:
 
 
 def test_the_loss_and_a_recomputed_layer_use_the_same_bytes() -> None:
-    again, kept = (worker_memory(job("megatron", recompute=recompute))[-1] for recompute in (True, False))
+    again, kept = (workers_of(job("megatron", recompute=recompute))[-1] for recompute in (True, False))
     assert again.logits == max(0, kept.logits - again.activations)
 
 
@@ -135,7 +139,7 @@ def test_the_loss_and_a_recomputed_layer_use_the_same_bytes() -> None:
 def test_the_peak_is_within_what_the_workers_say(runtime: str, recompute: bool) -> None:
     one = job(runtime, recompute=recompute)
     row = evaluate(one, "1f1b").row()
-    workers = worker_memory(one)
+    workers = workers_of(one)
     most = max(w.static + 4 * w.kept + 4 * w.stash + w.activations for w in workers)
     assert max(w.static for w in workers) < row["peak_gib"] * 2**30 <= most
 

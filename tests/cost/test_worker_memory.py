@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 from shipped_jobs import EXAMPLES, SHIPPED
 
+from atlas.cost.arrange import arrange
 from atlas.cost.cluster_arrays import GIB
-from atlas.cost.memory import memory_rule, peak_memory, worker_memory
+from atlas.cost.memory import WorkerMemory, memory_rule, peak_memory, worker_memory
 from atlas.errors import InfeasibleError
 from atlas.ir.assemble import assemble
-from atlas.ir.program import Kind, Layout, Op
+from atlas.ir.program import Kind, Layout, Memory, Op
 from atlas.spec import Job, load_job
 
 TINY = EXAMPLES / "tiny.yaml"
@@ -19,13 +20,21 @@ LAYER = 12 * 2048**2 + 13 * 2048
 STASH = 2048 * 2048 * 2
 
 
+def workers_of(job: Job) -> tuple[WorkerMemory, ...]:
+    return worker_memory(job, arrange(job))
+
+
+def rule_of(job: Job) -> Memory:
+    return memory_rule(job, arrange(job))
+
+
 def held_at_once(job: Job) -> int:
-    rule = memory_rule(job)
+    rule = rule_of(job)
     return (rule.cap - rule.acquire[Kind.R]) // rule.acquire[Kind.F]
 
 
 def test_bytes_of_a_middle_stage_by_hand() -> None:
-    worker = worker_memory(load_job(TINY))[1]
+    worker = workers_of(load_job(TINY))[1]
     assert (worker.weights, worker.gradients, worker.optimizer) == (2 * LAYER * 2, 2 * LAYER * 4, 2 * LAYER * 12)
     assert worker.stash == STASH
     assert worker.activations == 2 * 2048 * 16 * 2048 * 2  # two layers, 16 H elements a token
@@ -34,14 +43,14 @@ def test_bytes_of_a_middle_stage_by_hand() -> None:
 
 
 def test_the_ends_hold_embedding_head_and_logits() -> None:
-    first, _, _, last = worker_memory(load_job(TINY))
+    first, _, _, last = workers_of(load_job(TINY))
     assert first.weights == 2 * (2 * LAYER + 32_000 * 2048 + 2048 * 2048)
     assert last.weights == 2 * (2 * LAYER + 32_000 * 2048 + 2 * 2048)
     assert last.logits == 2048 * 32_000 * 4  # in bf16, and their gradient
 
 
 def test_what_is_reserved_for_others_counts_against_the_cap() -> None:
-    plain, reserved = (worker_memory(load_job(TINY, [f"reserved_gib={r}"]))[0] for r in (0, 10))
+    plain, reserved = (workers_of(load_job(TINY, [f"reserved_gib={r}"]))[0] for r in (0, 10))
     assert plain.free - reserved.free == 10 * GIB
 
 
@@ -51,7 +60,7 @@ def sharded(tp: int) -> Job:
 
 
 def test_tensor_parallelism_divides_state_and_the_inside_of_attention_and_mlp() -> None:
-    one, two = (worker_memory(sharded(tp))[3] for tp in (1, 2))
+    one, two = (workers_of(sharded(tp))[3] for tp in (1, 2))
     for part in ("weights", "gradients", "optimizer"):
         assert getattr(two, part) == getattr(one, part) // 2
     assert (two.stash, two.logits, two.reserved) == (one.stash, one.logits, one.reserved)
@@ -63,20 +72,20 @@ def test_tensor_parallelism_divides_state_and_the_inside_of_attention_and_mlp() 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.stem)
 def test_the_rule_is_safe_on_every_worker_of_the_shipped_jobs(path: Path, recompute: bool) -> None:
     job = load_job(path, [f"recompute={str(recompute).lower()}"])
-    rule = memory_rule(job)
+    rule = rule_of(job)
     most = held_at_once(job)
     assert most >= 1
     assert most * rule.acquire[Kind.F] + rule.acquire[Kind.R] <= rule.cap
     assert rule.release[Kind.B] == rule.release[Kind.W] == rule.acquire[Kind.F] + rule.acquire[Kind.R]
-    for worker in worker_memory(job):
+    for worker in workers_of(job):
         forward, again = worker.per_microbatch(recompute)
         assert worker.static + most * forward + again <= worker.cap
 
 
 def test_the_rule_allows_one_microbatch_where_exactly_one_fits() -> None:
-    need = max(w.static + w.stash + w.activations for w in worker_memory(load_job(TINY)))
+    need = max(w.static + w.stash + w.activations for w in workers_of(load_job(TINY)))
     job = load_job(TINY, [f"memory_gib={need / GIB + 1e-9:.12f}"])
-    rule = memory_rule(job)
+    rule = rule_of(job)
     assert rule.acquire[Kind.F] + rule.acquire[Kind.R] <= rule.cap
     assert held_at_once(job) == 1
 
@@ -92,12 +101,12 @@ def test_the_rule_allows_one_microbatch_where_exactly_one_fits() -> None:
 )
 def test_a_job_that_does_not_fit_says_where_and_what_to_change(sets: list[str], words: str) -> None:
     with pytest.raises(InfeasibleError, match=words):
-        memory_rule(load_job(TINY, sets))
+        rule_of(load_job(TINY, sets))
 
 
 def test_tied_embeddings_on_one_worker_are_held_once() -> None:
     sets = ["pp=1", "pipelines_per_cell=1", "placement=[{dc: east, stages: 1}]"]
-    free, tied = (worker_memory(load_job(TINY, [*sets, f"model.tied_embeddings={t}"]))[0] for t in ("false", "true"))
+    free, tied = (workers_of(load_job(TINY, [*sets, f"model.tied_embeddings={t}"]))[0] for t in ("false", "true"))
     assert free.weights - tied.weights == 2 * 32_000 * 2048
 
 
@@ -107,6 +116,8 @@ def test_peak_memory_counts_what_a_program_really_holds() -> None:
     F, R, B, I, W = Kind.F, Kind.R, Kind.B, Kind.I, Kind.W  # noqa: E741
     first = [Op(F, 0, 0), Op(F, 0, 1), Op(R, 0, 0), Op(B, 0, 0), Op(R, 0, 1), Op(I, 0, 1), Op(W, 0, 1)]
     last = [Op(F, 1, 0), Op(B, 1, 0), Op(F, 1, 1), Op(B, 1, 1)]
-    (front, front_need), (back, back_need) = peak_memory(job, assemble("by hand", frame, [first, last]))
+    (front, front_need), (back, back_need) = peak_memory(
+        job, assemble("by hand", frame, [first, last]), workers_of(job)
+    )
     assert front_need == front.static + 2 * front.stash + front.activations
     assert back_need == back.static + back.activations

@@ -9,7 +9,8 @@ import pytest
 import torch
 from shipped_jobs import EXAMPLES
 
-from atlas.cost.memory import peak_memory
+from atlas.cost.arrange import arrange
+from atlas.cost.memory import peak_memory, worker_memory
 from atlas.errors import AtlasError
 from atlas.ir.assemble import with_optimizer
 from atlas.ir.program import Layout
@@ -78,7 +79,7 @@ def test_a_launcher_counts_as_the_planner_does() -> None:
     for case, shards in ((prepared, 1), (sharded, 2)):
         needs = worker_needs(case.roles, case.job, case.training, saves=True)
         for role, need in zip(case.roles, needs, strict=True):
-            worker, most = peak_memory(case.job, case.program)[role.rank]
+            worker, most = peak_memory(case.job, case.program, worker_memory(case.job, arrange(case.job)))[role.rank]
             state = worker.weights + worker.gradients + worker.optimizer
             assert need.on_device == pytest.approx(max(most, state + worker.gradients), rel=0.01)
             assert need.snapshot == pytest.approx((worker.weights + shards * worker.optimizer) / 2, rel=0.01)

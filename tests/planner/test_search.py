@@ -354,7 +354,7 @@ def test_divided_optimizer_state_lets_more_plans_fit() -> None:
         ours, every = (searched(job, strategy) for strategy in ("ours", "exhaustive"))
         assert best_score(ours) <= 1.01 * best_score(every)
         assert ours.best is not None
-        memory_rule(ours.best.candidate.job(job))  # raises if it does not fit
+        memory_rule(ours.best.candidate.job(job), arrange(ours.best.candidate.job(job)))  # raises if it does not fit
         return ours.best.candidate.replicas, best_score(ours)
 
     (few, slow), (many, fast) = best(0, 9.0), best(1, 9.0)

@@ -12,6 +12,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from atlas.cost.arrange import arrange
 from atlas.cost.memory import memory_rule
 from atlas.cost.price import layout_of, price
 from atlas.errors import AtlasError
@@ -69,7 +70,7 @@ def test_a_mutated_job_loads_and_prices_or_says_why(data: st.DataObject) -> None
     with suppress(AtlasError):
         loaded = parse_job(job)
         layout_of(loaded)
-        memory_rule(loaded)
+        memory_rule(loaded, arrange(loaded))
         for mode in ({"tcp": "one"}, {"tcp": "many"}, {"sharing": True}):
             costs = price(loaded, **mode)
             assert (costs.work_ns >= 0).all()

@@ -20,7 +20,7 @@ import numpy as np
 
 from atlas.cost.cluster_arrays import ClusterArrays, Floats, Ints, cluster_arrays, ring_s, tp_groups
 from atlas.cost.compute import PieceTime
-from atlas.cost.memory_rule import max_layers
+from atlas.cost.memory import max_layers
 from atlas.cost.model_arrays import UPDATE, ModelArrays, model_arrays, sums_from_zero
 from atlas.cost.runtimes import RUNTIMES
 from atlas.errors import InfeasibleError, SpecError

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from atlas.cost.arrange import arrange
 from atlas.cost.cluster_arrays import GIB
-from atlas.cost.memory import peak_memory
-from atlas.cost.memory_rule import StateBytes, state_bytes
+from atlas.cost.memory import StateBytes, peak_memory, state_bytes, worker_memory
 from atlas.errors import AtlasError, SpecError
 from atlas.runtime.assignment import FillerChoice, TrainingSetup
 from atlas.runtime.models.config import model_layers
@@ -110,7 +110,7 @@ def worker_needs(
     """By worker, counted as for a plan (`cost.memory`)."""
     peaks: tuple[int, ...] = ()
     if roles and training.model.layers_per_stage:  # not the stand-in model: it is small
-        found = peak_memory(job, roles[0].program)
+        found = peak_memory(job, roles[0].program, worker_memory(job, arrange(job)))
         peaks = tuple(most - worker.weights - worker.gradients - worker.optimizer for worker, most in found)
     return [_need(role, training, peaks[role.rank] * job.tp if peaks else 0, saves=saves) for role in roles]
 

@@ -7,7 +7,7 @@
               fewer microbatches than a round trip needs
     closing   the circuits, the all-reduce and the optimizer of whichever stage ends last
 
-Made of the same pieces as `cost.price`: `cost.model_arrays`, `cost.cluster_arrays` and `cost.memory_rule`. The estimate
+Made of the same pieces as `cost.price`: `cost.model_arrays`, `cost.cluster_arrays` and `cost.memory`. The estimate
 ignores that an order must keep all these limits at once, so it is a few per cent too low, most where hops are long and
 microbatches are few.
 

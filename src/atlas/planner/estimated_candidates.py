@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from atlas.cost.cluster_arrays import ClusterArrays, Flags, Floats, Ints
-from atlas.cost.memory_rule import max_layers
+from atlas.cost.memory import max_layers
 from atlas.cost.model_arrays import FORWARD, ModelArrays, model_arrays
 from atlas.evaluate import Progress
 from atlas.planner.candidate import Candidate, Group

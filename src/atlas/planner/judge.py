@@ -134,7 +134,7 @@ def judged_groups(
     parts_s["sync"] = float(groups[k].closing_s[0, last] + between_s[k][last])
     parts_s["step"] = float(groups[k].closing_s[1, last])
     programs = [(group.job, group.timeline.program, worker_memory(group.job, group.arrangement)) for group in groups]
-    needs = [need for job, program, workers in programs for need in peak_memory(job, program, workers=workers)]
+    needs = [need for job, program, workers in programs for need in peak_memory(job, program, workers)]
     worker, need = min(needs, key=lambda one: one[0].cap - one[1])
     figures = figures_of(
         space,

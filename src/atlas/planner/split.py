@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from atlas.cost.cluster_arrays import ClusterArrays, Flags, Floats, Ints
-from atlas.cost.memory_rule import in_flight, max_layers, split_memory
+from atlas.cost.memory import in_flight, max_layers, split_memory
 from atlas.cost.model_arrays import RECOMPUTE, ModelArrays
 
 MOST_TIMES = 1_000_000

@@ -117,7 +117,7 @@ def simulated_cluster(
         schedule = plan.schedule.name
     found = evaluate(job, schedule or "atlas", tcp="many", iterations=ITERATIONS, progress=progress)
     timeline, count = found.timeline if steady else found.single, min(cells, job.cells)
-    per_rank = peak_memory(job, found.single.program, workers=found.case.workers)
+    per_rank = peak_memory(job, found.single.program, found.case.workers)
     # The memory model counts the memory reserved for prefill as training's.
     room = np.array([worker.cap - need + worker.reserved for worker, need in per_rank], np.int64)
     pattern = pattern_of(timeline, np.tile(room, timeline.program.num_pipelines))

@@ -65,8 +65,12 @@ def peer() -> Iterator[Peer]:
 
 def call(address: tuple[str, int], kind: bytes) -> socket.socket:
     sock = socket.create_connection(address, timeout=60)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.sendall(kind)
+    try:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.sendall(kind)
+    except OSError:  # reset after it was accepted
+        sock.close()
+        raise
     return sock
 
 
