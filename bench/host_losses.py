@@ -184,7 +184,7 @@ def with_spare(base: Path, num_losses: int, draw: random.Random) -> dict[str, An
         times_s: list[float] = []
         spare = cluster.start("--spare")
         for number in range(num_losses):
-            cluster.wait("a spare", lambda name=spare: "it waits" in cluster.launchers[name].said)  # type: ignore[misc]
+            cluster.wait("a spare", lambda name=spare: "waiting as a spare" in cluster.launchers[name].said)  # type: ignore[misc]
             before = cluster.furthest() + draw.randrange(1, 2 * SAVE_EVERY)
             cluster.wait("steps before the loss", lambda step=before: cluster.furthest() >= step)  # type: ignore[misc]
             victim = draw.randrange(NUM_HOSTS)
