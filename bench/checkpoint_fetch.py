@@ -147,7 +147,9 @@ def measure(base: Path, total_bytes: int) -> Report:
         rest = again.result(again.fetch(base / "cut"))
         kept = rest["had_bytes"] / total_bytes
         report.figure("killed fetch: bytes kept, killed at half its time", kept, "of all", at_least=kept_share)
-        report.figure("killed fetch: the rest took", rest["seconds"] / took["seconds"], "of a fetch", at_most=rest_share)
+        report.figure(
+            "killed fetch: the rest took", rest["seconds"] / took["seconds"], "of a fetch", at_most=rest_share
+        )
     same = all((base / "cut" / blob.name).read_bytes() == (base / "server" / blob.name).read_bytes() for blob in blobs)
     report.figure("killed fetch: files equal", float(same), "", at_least=1)
     return report

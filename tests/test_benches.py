@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import re
 import signal
 import subprocess
 import sys
@@ -35,6 +36,15 @@ from run import main as run_benches  # noqa: E402
 from atlas.errors import InfeasibleError  # noqa: E402
 
 SCRIPTS = sorted(path.stem for path in BENCH.glob("*.py") if path.stem != "run")
+
+
+def test_benches_wait_for_messages_that_commands_print() -> None:
+    """A reworded message would end a bench without a figure."""
+    source = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    quoted = re.compile(r'"([^"]+)" in [\w.\[\]]+\.said\b|\.said(?:\([^)]*\))?\.count\("([^"]+)"\)')
+    waited = {one or other for path in BENCH.glob("*.py") for one, other in quoted.findall(path.read_text())}
+    assert waited
+    assert [words for words in sorted(waited) if words not in source] == []
 
 
 def test_make_bench_runs_every_script() -> None:
