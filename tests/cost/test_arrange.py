@@ -60,7 +60,7 @@ def test_no_stage_has_more_layers_than_fit() -> None:
     memory_rule(load_job(TINY, changes), small)  # raises if not one microbatch fits
 
 
-def test_a_model_that_fits_with_no_split_has_the_fastest_one() -> None:
+def test_a_model_that_no_split_fits_is_refused_for_memory() -> None:
     changes = ["model.hidden=4096", "model.heads=32", "model.layers=400"]
     with pytest.raises(InfeasibleError, match="GiB"):
         memory_rule(load_job(TINY, changes), arrange(load_job(TINY, changes)))

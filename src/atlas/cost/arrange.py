@@ -219,8 +219,8 @@ def _balanced(job: Job, num_pipelines: int, cluster: ClusterArrays, model: Model
 
 
 def _max_layers(job: Job, num_pipelines: int, cluster: ClusterArrays, model: ModelArrays, dc: Ints) -> Ints:
-    """[s]: layers that fit on each stage, or all layers on every stage if the model fits with no split. A worker of
-    several virtual stages is not limited."""
+    """[s]: the most layers that fit on each stage. Without a limit if no split fits, so that the error names the
+    fastest one, and if a worker has several virtual stages."""
     anything = np.full(len(dc), job.model.layers)
     if job.interleave > 1:
         return anything

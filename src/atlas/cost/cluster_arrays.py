@@ -282,7 +282,7 @@ def ring_s(cluster: ClusterArrays, tp: int, dc: Any, replicas: Any, gradient_byt
 def tied_s(cluster: ClusterArrays, tp: int, dc: Ints, replicas: Ints, matrix_bytes: int) -> Floats:
     """[n]: the two ends of a model with tied embeddings exchange that matrix's gradient. Each of `replicas` [n]
     pipelines with workers in the datacenters `dc` [n, s] sends its slice to the other end, along the pipeline's path,
-    both ways at once."""
+    both ways at once. Replicas in one node share its path."""
     src, dst, stages, count = dc[:, :-1], dc[:, 1:], stages_beside(dc), replicas[:, None]
     crowd = stage_workers_per_node(cluster, tp, dc, count, stages)
     pair_bps = path_bps(cluster, src, dst, "many", np.maximum(crowd[:, :-1], crowd[:, 1:]))
